@@ -1,0 +1,42 @@
+# Two commands on a fresh machine: `make demo` and `make test`. `make` lists the rest.
+
+# Byte code halves every later start; uv writes none by itself.
+unexport PYTHONDONTWRITEBYTECODE
+# The environment of the person who calls make must not decide what is installed.
+unexport VIRTUAL_ENV
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# uv does not read pip's configuration: hand on the folder of wheels when there is one,
+# else let uv pick torch's build for this machine.
+LINKS := $(foreach place,$(PIP_FIND_LINKS),$(if $(wildcard $(place)),--find-links $(place)))
+TORCH_SOURCE := $(if $(LINKS),$(LINKS),--torch-backend=auto)
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_SOURCE) --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-all demo demo-real test check ui lock clean
+
+help: ## list these targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1	/' | expand -t 12
+
+setup: $(VENV)/.core ## make .venv with the core: run workloads on this machine
+setup-all: $(VENV)/.all ## add what tests, benchmarks and all recipes need
+
+$(BIN)/uv:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+
+$(VENV)/.core: $(BIN)/uv pyproject.toml constraints.txt
+	$(INSTALL) --compile-bytecode --editable '.[train]' --group pipeline
+	printf '%s\n' '#!$(CURDIR)/$(BIN)/python' 'import sys' 'from flows.__main__ import main' \
+	  'sys.exit(main())' > $(BIN)/tunewright
+	chmod +x $(BIN)/tunewright
+	touch $@
+
+$(VENV)/.all: $(VENV)/.core
+	$(INSTALL) --compile-bytecode --editable '.[train,hub]' --group pipeline --group test
+	touch $@
+
+lock: ## write the versions that are installed now into constraints.txt
+	$(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sed 's/+cpu//' > constraints.txt

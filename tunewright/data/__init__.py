@@ -1,0 +1,1 @@
+"""From rows to sealed tokens: reading, rendering, masks, packing, the token store."""

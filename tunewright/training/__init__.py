@@ -1,0 +1,1 @@
+"""What the recipes share: model loading, checkpoints, batches, step statistics."""
