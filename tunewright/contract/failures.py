@@ -59,7 +59,9 @@ class WorkloadError(UserError):
     def __init__(self, source: str, problems: list[Problem] | None = None) -> None:
         self.source = source
         self.problems = problems or []
-        lines = [f"  {path}: {message}" if path else f"  {message}" for path, message in self.problems]
+        lines = [
+            f"  {path}: {message}" if path else f"  {message}" for path, message in self.problems
+        ]
         head = f"{source} is not a valid workload:" if self.problems else source
         super().__init__("\n".join([head, *lines]))
 

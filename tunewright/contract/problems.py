@@ -47,7 +47,9 @@ def dotted(path: Iterable[str | int]) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _problem(detail: dict[str, Any], model: type[BaseModel], prefix: Sequence[str | int]) -> Problem:
+def _problem(
+    detail: dict[str, Any], model: type[BaseModel], prefix: Sequence[str | int]
+) -> Problem:
     loc = list(detail["loc"])
     path = dotted([*prefix, *loc])
     if detail["type"] == "extra_forbidden":
@@ -76,7 +78,11 @@ def _keys(model: type[BaseModel], loc: Sequence[str | int]) -> set[str]:
         field = model.model_fields.get(str(part))
         if field is None:
             continue
-        models = [t for t in _flatten(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)]
+        models = [
+            t
+            for t in _flatten(field.annotation)
+            if isinstance(t, type) and issubclass(t, BaseModel)
+        ]
         if models:
             model = models[0]
     return set(model.model_fields)

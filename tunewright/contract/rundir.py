@@ -156,7 +156,10 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     names = list(names)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         digests = pool.map(lambda name: hash_file(folder / name), names)
-        return {n: {"size": (folder / n).stat().st_size, "xxh3_128": d} for n, d in zip(names, digests, strict=True)}
+        return {
+            n: {"size": (folder / n).stat().st_size, "xxh3_128": d}
+            for n, d in zip(names, digests, strict=True)
+        }
 
 
 def hash_file(path: Path) -> str:

@@ -33,7 +33,9 @@ class DataSettings(Settings):
     model_name: str = Field(description="Hub name, or a folder (./, ../, / or ~) with the model.")
     model_revision: str | None = Field(None, description="Branch, tag or commit of a Hub model.")
     dataset_name: str = Field(description="Hub name, or a file or folder of rows.")
-    dataset_revision: str | None = Field(None, description="Branch, tag or commit of a Hub dataset.")
+    dataset_revision: str | None = Field(
+        None, description="Branch, tag or commit of a Hub dataset."
+    )
     dataset_split: str = Field("train", description="Split of a Hub dataset.")
     format: Literal["auto", "alpaca", "messages"] = Field(
         "auto", description="Shape of a row: instruction/input/output, or a list of messages."
@@ -121,7 +123,8 @@ class FsdpSettings(DataSettings):
             if value is not None and value % self.pack_tokens:
                 raise ValueError(
                     f"{name} is {value}, which is not a whole number of packs of "
-                    f"pack_tokens={self.pack_tokens}; nearest: {_nearest_multiple(value, self.pack_tokens)}"
+                    f"pack_tokens={self.pack_tokens}; nearest: "
+                    f"{_nearest_multiple(value, self.pack_tokens)}"
                 )
         return self
 
@@ -182,13 +185,25 @@ def _translate(parameters: Mapping[str, Any], accelerators: int) -> dict[str, An
     if not batch_names and "gradient_accumulation_steps" not in found:
         return found
     if "global_batch_tokens" in found:
-        given = [*batch_names, *(["gradient_accumulation_steps"] if "gradient_accumulation_steps" in found else [])]
-        raise UserError(f"global_batch_tokens and {' and '.join(given)} are both set; keep one way to say the batch")
+        given = [
+            *batch_names,
+            *(["gradient_accumulation_steps"] if "gradient_accumulation_steps" in found else []),
+        ]
+        raise UserError(
+            f"global_batch_tokens and {' and '.join(given)} are both set; "
+            "keep one way to say the batch"
+        )
     if len(batch_names) == 2:
         raise UserError(f"{' and '.join(batch_names)} mean the same; keep one")
-    rows = _positive(found.pop(batch_names[0], 1) if batch_names else 1, batch_names[0] if batch_names else "")
-    accumulation = _positive(found.pop("gradient_accumulation_steps", 1), "gradient_accumulation_steps")
-    length = _positive(found.get("max_length", DataSettings.model_fields["max_length"].default), "max_length")
+    rows = _positive(
+        found.pop(batch_names[0], 1) if batch_names else 1, batch_names[0] if batch_names else ""
+    )
+    accumulation = _positive(
+        found.pop("gradient_accumulation_steps", 1), "gradient_accumulation_steps"
+    )
+    length = _positive(
+        found.get("max_length", DataSettings.model_fields["max_length"].default), "max_length"
+    )
     found["global_batch_tokens"] = total = rows * accumulation * accelerators * length
     if "pack_tokens" not in found and (total % DEFAULT_PACK_TOKENS or length > DEFAULT_PACK_TOKENS):
         found["pack_tokens"] = length

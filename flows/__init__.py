@@ -1,0 +1,1 @@
+"""The story: which step follows which, and the command line."""

@@ -1,0 +1,114 @@
+"""`tunewright run`: the flow in this very process, and its receipt for the reader."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks import plan, requirements
+from tasks.targets import target_named
+from tunewright.contract.rundir import RunDir
+from tunewright.contract.workload import Workload
+
+
+def run(
+    file: Path, overrides: Mapping[str, str], **options: Any
+) -> tuple[dict[str, Any] | None, int]:
+    """Run the flow; the receipt (None when no run came to be) and the exit code.
+
+    What can be refused is refused first, before a server is started or anything is written.
+    """
+    _refuse(Workload.load(file, overrides), options)
+    from flows.server import prefect_api
+
+    with prefect_api():
+        from flows.sft import sft
+
+        state = sft(file.absolute(), set=dict(overrides), return_state=True, **options)
+        return _told(state)
+
+
+def dry_run(file: Path, overrides: Mapping[str, str], **options: Any) -> dict[str, Any]:
+    """The exact command and environment names of every node; nothing is run or written."""
+    from tasks.targets.job import Job
+
+    workload = Workload.load(file, overrides)
+    placement = _refuse(workload, options)
+    found = plan.plan(workload)
+    job = Job(
+        run=RunDir(Path(found["paths"]["run"])),
+        attempt=1,
+        command=workload.command,
+        nodes=placement.nodes,
+        procs_per_node=placement.procs_per_node,
+        env_variables=workload.env_variables,
+        code=Path(found["paths"]["run"], "code") if workload.code_source else None,
+        has_parameters=bool(workload.parameters),
+        mlflow={"MLFLOW_RUN_ID": "<run id>", "MLFLOW_TRACKING_URI": "<tracking URI>"},
+        deadline_s=workload.timeout_minutes * 60 if workload.timeout_minutes else None,
+    )
+    target = target_named(options["target"])
+    nodes = [target.node_of(job, rank, 0, placement) for rank in range(job.nodes)]
+    own = [sorted(set(node.env) - set(os.environ)) for node in nodes]
+    return {
+        **found,
+        "placement": placement.note,
+        "launches": [
+            {"node": node.rank, "argv": list(node.argv), "environment": [*names, *workload.secrets]}
+            for node, names in zip(nodes, own, strict=True)
+        ],
+    }
+
+
+def dry_text(found: Mapping[str, Any]) -> Iterator[str]:
+    """A dry run for the reader."""
+    yield from plan.text(found)
+    for launch in found["launches"]:
+        yield f"  node {launch['node']} runs {' '.join(launch['argv'][:2])} with the command above"
+        yield f"    and {', '.join(launch['environment'])}"
+
+
+def summary(receipt: Mapping[str, Any]) -> Iterator[str]:
+    """What happened, in a dozen lines."""
+    name, data = receipt["run"], receipt.get("data")
+    yield f"{name}: {receipt['state']}" + (f" ({r})" if (r := receipt.get("reason")) else "")
+    if data:
+        share = data["supervised_tokens"] / max(1, data["tokens"])
+        yield (
+            f"  data        {data['rows']:,} rows, {data['tokens']:,} tokens, "
+            f"{share:.0%} supervised ({data['cache']})"
+        )
+    if receipt["steps"]:
+        world = receipt["world_size"]
+        yield f"  training    {receipt['steps']} steps on {world} processes"
+        yield f"  loss        {receipt['first_loss']:.4f} → {receipt['last_loss']:.4f}"
+    if receipt.get("eval_loss") is not None:
+        yield f"  evaluation  {receipt['first_eval_loss']:.4f} → {receipt['eval_loss']:.4f}"
+    for attempt in receipt["attempts"]:
+        if attempt["failure"]:
+            failure = attempt["failure"]
+            yield f"  attempt {attempt['attempt']}   {failure['class']}: {failure['message']}"
+    if registered := receipt.get("registered"):
+        yield f"  registered  {registered['name']} version {registered['version']}"
+    if mlflow := receipt.get("mlflow"):
+        yield f"  mlflow      run {mlflow['run_id']} in {mlflow['tracking_uri']}"
+    if total := (receipt.get("seconds") or {}).get("total"):
+        yield f"  time        {total:.1f} s"
+    yield f"  folder      {receipt['folder']}"
+    yield f"  more        tunewright get {name}; tunewright logs {name}"
+
+
+def _refuse(workload: Workload, options: Mapping[str, Any]) -> Any:
+    target = target_named(options["target"])
+    requirements.check(workload)
+    return target.place(
+        workload, simulate=options["simulate"], procs_per_node=options["procs_per_node"]
+    )
+
+
+def _told(state: Any) -> tuple[dict[str, Any] | None, int]:
+    from tasks.ending import receipt_of
+
+    return receipt_of(state)

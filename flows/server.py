@@ -1,0 +1,100 @@
+"""A Prefect server of our own for `tunewright run` where no API is configured.
+
+Prefect's temporary server hangs on Ctrl-C and outlives a kill; this one has a guardian, and ends
+with us in every ending.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from flows import api
+from tasks.targets.guardian import Guardian, Node, marked
+from tunewright.contract.failures import TunewrightError
+from tunewright.contract.rundir import home
+
+_HEALTHY_S = 120.0
+_GRACE_S = 3.0
+
+
+@contextmanager
+def prefect_api() -> Iterator[str]:
+    """The configured API's URL, or that of a server which lives as long as this block."""
+    if configured := api.url():
+        _check(configured)
+        yield configured
+        return
+    with tempfile.TemporaryDirectory(prefix="tunewright-server-") as scratch:
+        port, log = _free_port(), home() / "prefect-server.log"
+        guardian = Guardian(_server(port, log, Path(scratch)), {}, _GRACE_S)
+        try:
+            address = f"http://127.0.0.1:{port}/api"
+            _wait_healthy(address, guardian, log)
+            os.environ["PREFECT_API_URL"] = address
+            yield address
+            _deliver()
+        finally:
+            os.environ.pop("PREFECT_API_URL", None)
+            guardian.stop("cancel")
+            guardian.wait_ended()
+
+
+def _server(port: int, log: Path, scratch: Path) -> Node:
+    words = ["server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    quiet = {
+        "PREFECT_SERVER_API_PORT": str(port),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+    }
+    return Node(
+        argv=[sys.executable, "-m", "prefect", *words],
+        env=marked({**os.environ, **quiet}, scratch, "server"),
+        cwd=scratch,
+        log=log,
+        exit=scratch / "exit.json",
+    )
+
+
+def _wait_healthy(address: str, guardian: Guardian, log: Path) -> None:
+    deadline = time.monotonic() + _HEALTHY_S
+    while time.monotonic() < deadline and not guardian.ended():
+        try:
+            if httpx.get(f"{address}/health", timeout=2).is_success:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.1)
+    raise TunewrightError(f"the Prefect server did not start; its log is {log}")
+
+
+def _check(address: str) -> None:
+    try:
+        httpx.get(f"{address}/health", timeout=10).raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise TunewrightError(
+            f"the Prefect API at {address} cannot be reached ({error}); start it, or unset "
+            "PREFECT_API_URL and let this command bring its own"
+        ) from None
+
+
+def _deliver() -> None:
+    """Hand over what Prefect still holds in its queues, before the server goes."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    APILogWorker.drain_all(timeout=10)
+    EventsWorker.drain_all(timeout=10)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

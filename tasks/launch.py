@@ -1,0 +1,126 @@
+"""launch: the workload's command on its nodes, one attempt a call; Prefect counts the calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import yaml
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks import attempts, hyperparameters, ui
+from tasks.nouns import Secrets, Shards, Tokens
+from tasks.policy import told
+from tasks.run import Run, TimedOut
+from tasks.targets.job import Ending, Job
+from tunewright.contract.failures import TunewrightError, UserError
+from tunewright.contract.rundir import write_text
+
+_REDRAWN_S = 1.0
+
+
+class LaunchFailed(TunewrightError):
+    """The command ended badly. Its class says whether another attempt may help."""
+
+    retryable = True
+
+
+@task(persist_result=False, cache_policy=NO_CACHE)
+@told
+def launch(run: Run, tokens: Tokens, secrets: Secrets) -> Shards:
+    """Run the command on every node to its end; nothing of it is left afterwards."""
+    if attempts.ended_well(run.dir):
+        ui.say("the command has already ended well in this run; not launching it again")
+        return Shards(run.dir)
+    parameters = hyperparameters.of_run(run, tokens.path)
+    write_text(run.dir.hyperparameters, yaml.safe_dump(parameters, sort_keys=False))
+    attempt = attempts.begin(run.dir)
+    job = job_of(run, attempt)
+    ui.say(f"attempt {attempt}: {job.nodes} nodes x {job.procs_per_node} processes")
+    ending = run.target.run(
+        job,
+        secrets.values,
+        _narrator(job.nodes),
+        run.placement,
+        cancelled=run.is_cancelled,
+        started=run.lock.guarded_by,
+    )
+    attempts.conclude(run.dir, attempt, ending)
+    if not ending.well:
+        raise failure_of(run, attempt, ending)
+    return Shards(run.dir)
+
+
+def job_of(run: Run, attempt: int) -> Job:
+    """The attempt as a value."""
+    minutes = run.workload.timeout_minutes
+    return Job(
+        run=run.dir,
+        attempt=attempt,
+        command=run.workload.command,
+        nodes=run.placement.nodes,
+        procs_per_node=run.placement.procs_per_node,
+        env_variables=run.workload.env_variables,
+        code=run.code_folder(),
+        has_parameters=bool(run.workload.parameters),
+        mlflow=run.mlflow(),
+        deadline_s=minutes * 60 if minutes else None,
+    )
+
+
+def failure_of(run: Run, attempt: int, ending: Ending) -> TunewrightError:
+    """What an attempt's bad ending means: what failed, where, the end of that log, and the rest."""
+    run.raise_if_cancelled()
+    failure = ending.failure or {
+        "class": "unknown",
+        "node": 0,
+        "rank": None,
+        "message": "it failed",
+    }
+    if failure["class"] == "timeout":
+        run.stopped_by = "timeout"
+        limit = f"timeout_minutes: {run.workload.timeout_minutes}"
+        return TimedOut(f"attempt {attempt} reached {limit}; its processes are ended")
+    log = run.dir.node_log(attempt, failure["node"])
+    rank = f", rank {failure['rank']}" if failure["rank"] is not None else ""
+    head = f"attempt {attempt} failed on node {failure['node']}{rank} ({failure['class']})"
+    message = f"{head}: {failure['message']}\n"
+    if failure["class"] == "user":
+        return UserError(f"{message}the log is {log}")
+    message += f"the end of {log}:\n{_indented(ending.tail)}"
+    if stuck := attempts.without_progress(run.dir):
+        run.stopped_by = "no-progress"
+        message += f"\nno further attempt: {stuck}"
+    error = LaunchFailed(message)
+    error.failure_class, error.retryable = failure["class"], not stuck
+    return error
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _narrator(nodes: int) -> Callable[[int, str], None]:
+    """Output lines into the run's log, by node where there are several.
+
+    A progress bar that redraws itself would flood the log: one line a second stands for it.
+    """
+    shown: dict[tuple[int, str], float] = {}
+
+    def say(node: int, line: str) -> None:
+        bar = _bar(line)
+        if bar is not None:
+            now = time.monotonic()
+            if now - shown.get((node, bar), -_REDRAWN_S) < _REDRAWN_S:
+                return
+            shown[(node, bar)] = now
+        ui.say(f"[node {node}] {line}" if nodes > 1 else line)
+
+    return say
+
+
+def _bar(line: str) -> str | None:
+    """The name of the progress bar that a line belongs to; None for an ordinary line."""
+    name, percent, _ = line.partition("%|")
+    return name.rstrip("0123456789 ") if percent else None

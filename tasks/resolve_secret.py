@@ -1,0 +1,65 @@
+"""resolve_secret: names → values, so that a missing one fails before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from prefect import task
+from prefect.blocks.system import Secret
+from prefect.cache_policies import NO_CACHE
+
+from tasks import ui
+from tasks.nouns import Secrets
+from tasks.policy import told
+from tasks.run import Run
+from tunewright.contract.failures import UserError
+from tunewright.contract.scrub import SHORTEST, Scrubber
+
+
+@task(persist_result=False, cache_policy=NO_CACHE)
+@told
+def resolve_secret(run: Run) -> Secrets:
+    """Look up every secret that the workload names; values stay in memory."""
+    secrets = look_up(run.workload.secrets)
+    run.scrubber = Scrubber(secrets.values)
+    for name in sorted(secrets.values):
+        short = len(secrets.values[name]) < SHORTEST
+        hint = ", too short to be masked in output" if short else ""
+        ui.say(f"secret {name} from {run.workload.secrets[name]}: found{hint}")
+    return secrets
+
+
+def look_up(references: dict[str, str]) -> Secrets:
+    """Values of {NAME: scope/key}: environment, then a Prefect Secret block.
+
+    Raises UserError that names, for every missing one, each place that was searched.
+    """
+    found, missing = {}, []
+    for name, reference in references.items():
+        value = os.environ.get(name) or _from_block(block_name(reference))
+        if value:
+            found[name] = value
+        else:
+            missing.append(
+                f"{name} ({reference}): not in the environment variable {name}, "
+                f"no Prefect Secret block {block_name(reference)!r}, "
+                "no Databricks workspace configured"
+            )
+    if missing:
+        raise UserError("secrets are missing:\n  " + "\n  ".join(missing))
+    return Secrets(found)
+
+
+def block_name(reference: str) -> str:
+    """my_scope/hf_token as the name of a Prefect block: my-scope-hf-token."""
+    return re.sub(r"[^a-z0-9]+", "-", reference.lower()).strip("-")
+
+
+def _from_block(name: str) -> str | None:
+    try:
+        block = Secret.load(name)
+    except ValueError:
+        return None
+    value = block.get() if isinstance(block, Secret) else None
+    return value if isinstance(value, str) else None

@@ -1,0 +1,194 @@
+"""The flow's side of `tunewright.node`: start guardians, follow their logs, end them.
+
+A guardian lives in a session of its own and holds a pipe to us. When we are gone, however, it
+ends its command; when it is gone, we end what carries its mark.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunewright.contract import processes
+from tunewright.contract.rundir import read_json
+
+Say = Callable[[int, str], None]
+"""Called with the node's number and one line of its output, secrets masked."""
+
+_POLL_S = 0.05
+_AFTER_KILL_S = 40.0
+_LINE = 4000
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one guardian runs, and where it tells about it. `env` holds no secrets."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: Path
+    log: Path
+    exit: Path
+    rank: int = 0
+
+
+class Guardian:
+    """A started guardian."""
+
+    def __init__(self, node: Node, secrets: Mapping[str, str], grace_s: float) -> None:
+        self.node = node
+        self.grace_s = grace_s
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tunewright.node"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            env={k: v for k, v in os.environ.items() if k not in secrets},
+        )
+        specification = {
+            "argv": list(node.argv),
+            "env": dict(node.env),
+            "secrets": dict(secrets),
+            "cwd": str(node.cwd),
+            "log": str(node.log),
+            "exit": str(node.exit),
+            "node": node.rank,
+            "grace_s": grace_s,
+        }
+        self._tell(json.dumps(specification))
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def stop(self, reason: str) -> None:
+        """Ask the guardian to end its command: SIGTERM, grace, SIGKILL."""
+        if not self.ended():
+            self._tell(f"stop {reason}")
+
+    def wait_ended(self) -> None:
+        """Until the guardian is gone; after its grace and more, end it and what it ran."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(self.grace_s + _AFTER_KILL_S)
+            return
+        self.process.kill()
+        self.process.wait()
+        self._end_marked()
+
+    def outcome(self) -> dict[str, Any]:
+        """How the command ended, as the guardian wrote it; or that the guardian was killed."""
+        told = read_json(self.node.exit)
+        if told is not None:
+            return told
+        self._end_marked()
+        message = f"the guardian of node {self.node.rank} ended without a word (killed, or no disk)"
+        return {
+            "node": self.node.rank,
+            "exit_code": 137,
+            "stopped_by": None,
+            "failure": {
+                "class": "infrastructure",
+                "node": self.node.rank,
+                "rank": None,
+                "message": message,
+            },
+            "tail": "",
+            "survivors": [],
+        }
+
+    def _end_marked(self) -> None:
+        processes.end_marked("TUNEWRIGHT_NODE_MARK", self.node.env["TUNEWRIGHT_NODE_MARK"])
+
+    def _tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        # A guardian that is gone says so by its exit, which the caller looks at anyway.
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
+
+
+class Follower:
+    """New whole lines of a growing log. A line redrawn by carriage returns shows its last state."""
+
+    def __init__(self, log: Path, start: int | None = None) -> None:
+        """From byte `start`, by default from what is there now."""
+        self._log = log
+        self._at = start if start is not None else log.stat().st_size if log.exists() else 0
+        self._rest = b""
+
+    def lines(self, *, ended: bool = False) -> list[str]:
+        """What came since the last call; with `ended`, also a last line without line end."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._at)
+                chunk = file.read()
+        except FileNotFoundError:
+            chunk = b""
+        self._at += len(chunk)
+        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        if ended and self._rest:
+            whole, self._rest = [*whole, self._rest], b""
+        shown = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in whole)
+        return [line.decode("utf-8", "replace")[:_LINE] for line in shown]
+
+
+def marked(env: Mapping[str, str], run: Path, rank: int | str) -> dict[str, str]:
+    """The environment with the mark by which a lost guardian's processes are found."""
+    return {**env, "TUNEWRIGHT_NODE_MARK": f"{run}#{rank}#{os.getpid()}#{time.time():.6f}"}
+
+
+def watch(
+    guardians: Sequence[Guardian],
+    say: Say,
+    reason_to_stop: Callable[[], str | None] = lambda: None,
+    started: Callable[[list[int]], None] = lambda pids: None,
+) -> list[dict[str, Any]]:
+    """Follow guardians to their end and return their outcomes, by node.
+
+    All are ended when one fails, when `reason_to_stop` gives a reason, and when this call is left
+    by an exception (Ctrl-C, a signal): then they are gone before the exception goes on.
+    """
+    started([guardian.pid for guardian in guardians])
+    followers = [Follower(guardian.node.log) for guardian in guardians]
+    failed_at: float | None = None
+
+    def show(ended: bool = False) -> None:
+        for guardian, follower in zip(guardians, followers, strict=True):
+            for line in follower.lines(ended=ended):
+                say(guardian.node.rank, line)
+
+    try:
+        while not all(guardian.ended() for guardian in guardians):
+            show()
+            if reason := reason_to_stop():
+                _stop(guardians, reason)
+            elif failed_at is None and any(g.process.poll() for g in guardians):
+                failed_at = time.monotonic()
+            # The others get their grace to fail by themselves: their logs often name the cause.
+            elif failed_at and time.monotonic() > failed_at + guardians[0].grace_s:
+                _stop(guardians, "peer")
+            time.sleep(_POLL_S)
+    except BaseException:
+        _stop(guardians, "interrupted")
+        raise
+    finally:
+        for guardian in guardians:
+            guardian.wait_ended()
+        show(ended=True)
+    return [guardian.outcome() for guardian in guardians]
+
+
+def _stop(guardians: Sequence[Guardian], reason: str) -> None:
+    for guardian in guardians:
+        guardian.stop(reason)

@@ -1,0 +1,192 @@
+"""The local target: every node of a workload is a process group on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tasks.targets.guardian import Guardian, Node, Say, marked, watch
+from tasks.targets.job import Ending, Job, ending_of
+from tunewright.contract.failures import UserError
+from tunewright.contract.processes import GRACE_S
+from tunewright.contract.workload import Workload
+
+_UNDECLARED_SECRET = re.compile(r".*(_TOKEN|_API_KEY|_SECRET.*|_PASSWORD)\Z")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a workload gets on this machine."""
+
+    nodes: int
+    procs_per_node: int
+    gpus: tuple[str, ...]
+    """The GPUs the nodes share out, as CUDA_VISIBLE_DEVICES names them; empty on CPUs."""
+    note: str | None = None
+
+
+def place(workload: Workload, *, simulate: bool, procs_per_node: int | None) -> Placement:
+    """Fit a workload's accelerators to what is here; raises UserError when they do not fit."""
+    gpus, asked = visible_gpus(), workload.compute.gpus_per_node
+    nodes, total = workload.nodes, workload.compute.num_accelerators
+    if not simulate:
+        if procs_per_node is not None:
+            raise UserError("--procs-per-node only makes sense with --simulate; add it")
+        if len(gpus) < total:
+            raise UserError(
+                f"the workload asks for {total} accelerators ({workload.compute.accelerator_type}) "
+                f"and this machine has {len(gpus)}; add --simulate to run it on what is here"
+            )
+        return Placement(nodes, asked, tuple(gpus[:total]))
+    if procs_per_node is not None and procs_per_node < 1:
+        raise UserError(f"--procs-per-node is {procs_per_node}; it must be at least 1")
+    if gpus and len(gpus) >= nodes * (procs_per_node or 1):
+        procs = procs_per_node or min(asked, len(gpus) // nodes)
+        return _simulated(workload, procs, tuple(gpus[: nodes * procs]))
+    procs = procs_per_node or max(1, min(asked, (os.cpu_count() or 1) // nodes))
+    return _simulated(workload, procs, ())
+
+
+def _simulated(workload: Workload, procs: int, gpus: tuple[str, ...]) -> Placement:
+    device = "GPUs" if gpus else "CPUs"
+    asked = f"{workload.nodes} x {workload.compute.gpus_per_node}"
+    note = f"simulating {asked} {workload.compute.accelerator_type} by {workload.nodes} x {procs}"
+    return Placement(workload.nodes, procs, gpus, f"{note} processes on {device}")
+
+
+def visible_gpus() -> list[str]:
+    """This machine's NVIDIA GPUs, within CUDA_VISIBLE_DEVICES; found without torch."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    return found.stdout.split() if found.returncode == 0 else []
+
+
+def run(
+    job: Job,
+    secrets: Mapping[str, str],
+    say: Say,
+    placement: Placement,
+    *,
+    cancelled: Callable[[], bool] = lambda: False,
+    started: Callable[[list[int]], None] = lambda pids: None,
+    grace_s: float = GRACE_S,
+) -> Ending:
+    """Run one attempt to its end, whatever the end is; afterwards no process of it is left."""
+    port = _free_port()
+    nodes = [node_of(job, rank, port, placement) for rank in range(job.nodes)]
+    deadline = time.monotonic() + job.deadline_s if job.deadline_s else None
+
+    def reason_to_stop() -> str | None:
+        if deadline is not None and time.monotonic() > deadline:
+            return "timeout"
+        return "cancel" if cancelled() else None
+
+    guardians = [Guardian(node, secrets, grace_s) for node in nodes]
+    return ending_of(watch(guardians, say, reason_to_stop, started))
+
+
+def node_of(job: Job, rank: int, port: int, placement: Placement) -> Node:
+    """The command of one node, with the environment that every node sees."""
+    env = {
+        **inherited_environment(),
+        **_on_this_machine(job, rank, placement),
+        **_interface(job.env_variables),
+        **job.mlflow,
+        "NUM_NODES": str(job.nodes),
+        "NODE_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(job.procs_per_node),
+        "WORLD_SIZE": str(job.nodes * job.procs_per_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TUNEWRIGHT_RUN_DIR": str(job.run.root),
+        "TUNEWRIGHT_ATTEMPT": str(job.attempt),
+    }
+    if job.code is not None:
+        env["CODE_SOURCE_PATH"] = str(job.code)
+    if job.has_parameters:
+        env["HYPERPARAMETERS_PATH"] = str(job.run.hyperparameters)
+    return Node(
+        argv=["bash", "-c", f"set -euo pipefail\n{job.command}"],
+        env=marked(env, job.run.root, rank),
+        cwd=job.run.root / "work",
+        log=job.run.node_log(job.attempt, rank),
+        exit=job.run.node_exit(job.attempt, rank),
+        rank=rank,
+    )
+
+
+def inherited_environment() -> dict[str, str]:
+    """Our environment without Prefect's and Databricks' settings and undeclared secrets.
+
+    The folder of this Python comes first in PATH, so that `python` and `torchrun` are ours.
+    """
+    env = {name: value for name, value in os.environ.items() if _may_pass(name)}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
+    env["PYTHONUNBUFFERED"] = "1"
+    return env
+
+
+def interface_note(env_variables: Mapping[str, str]) -> str | None:
+    """What is said when NCCL_SOCKET_IFNAME names an interface that this machine lacks."""
+    replaced = _interface(env_variables)
+    asked = env_variables.get("NCCL_SOCKET_IFNAME")
+    if asked is None or replaced.get("NCCL_SOCKET_IFNAME") == asked:
+        return None
+    return f"NCCL_SOCKET_IFNAME={asked} is not an interface of this machine; using lo"
+
+
+def _may_pass(name: str) -> bool:
+    # The job's own names are set afresh: those of an outer job must not leak into this one.
+    if name in ("RANK", "LOCAL_RANK", "LOCAL_ADDR", "CODE_SOURCE_PATH", "HYPERPARAMETERS_PATH"):
+        return False
+    if name.startswith("MLFLOW_"):
+        return True
+    return not name.startswith(("PREFECT_", "DATABRICKS_")) and not _UNDECLARED_SECRET.match(name)
+
+
+def _on_this_machine(job: Job, rank: int, placement: Placement) -> dict[str, str]:
+    """Disjoint GPUs per node; on CPUs a share of the cores per process, unless the user says."""
+    mine = placement.gpus[rank * job.procs_per_node : (rank + 1) * job.procs_per_node]
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+    if not placement.gpus and "OMP_NUM_THREADS" not in os.environ:
+        share = (os.cpu_count() or 1) // (job.nodes * job.procs_per_node)
+        env["OMP_NUM_THREADS"] = str(max(1, share))
+    return env
+
+
+def _interface(env_variables: Mapping[str, str]) -> dict[str, str]:
+    """The user's variables, with NCCL's interface replaced when this machine lacks it."""
+    env = dict(env_variables)
+    asked = env.get("NCCL_SOCKET_IFNAME")
+    if asked is not None and not _has_interface(asked):
+        env["NCCL_SOCKET_IFNAME"] = "lo"
+    return env
+
+
+def _has_interface(asked: str) -> bool:
+    """NCCL's own rule: a list of prefixes, `=` for exact names, `^` for exclusion."""
+    names = list(psutil.net_if_addrs())
+    if asked.startswith("^"):
+        return True
+    exact, wanted = asked.startswith("="), asked.lstrip("=").split(",")
+    return any(n == w if exact else n.startswith(w) for n in names for w in wanted)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

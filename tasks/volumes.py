@@ -1,0 +1,50 @@
+"""Where /Volumes is on a machine that has none: below TUNEWRIGHT_HOME, and said."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from tunewright.contract.rundir import home
+from tunewright.contract.workload import Workload
+
+VOLUMES = "/Volumes/"
+
+
+def mapped(value: Any) -> Any:
+    """A value with every string in it that starts with /Volumes/ mapped, when not mounted."""
+    if isinstance(value, str):
+        return _mapped_path(value)
+    if isinstance(value, dict):
+        return {key: mapped(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [mapped(part) for part in value]
+    return value
+
+
+def output_root(workload: Workload) -> Path:
+    """The folder of a workload's runs: parameters.output_dir, else below TUNEWRIGHT_HOME."""
+    given = workload.parameters.get("output_dir")
+    return Path(mapped(given)) if given else home() / "Volumes" / "runs" / workload.experiment_name
+
+
+def notes(workload: Workload) -> list[str]:
+    """What the mapping changes, and what it leaves alone although it looks like a volume."""
+    found = []
+    if mapped(workload.parameters) != workload.parameters:
+        found.append(f"/Volumes is not mounted here: parameters use {home() / 'Volumes'} instead")
+    elsewhere = "\n".join([workload.command, *workload.env_variables.values()])
+    named = re.findall(r"/Volumes/[\w./-]+", elsewhere)
+    if left := sorted({path for path in named if mapped(path) != path}):
+        found.append(f"{left[0]} is in command or env_variables, which are not rewritten")
+    return found
+
+
+def _mapped_path(value: str) -> str:
+    if not value.startswith(VOLUMES):
+        return value
+    # /Volumes/<catalog>/<schema>/<volume> is the mount; macOS has a /Volumes of its own.
+    if Path(*Path(value).parts[:5]).is_dir():
+        return value
+    return str(home() / value.lstrip("/"))

@@ -1,0 +1,315 @@
+"""Make the run's model folder out of what the command left, check it, and seal it:
+
+    python -m tunewright.consolidate --run ROOT --result FILE
+
+The newest sealed checkpoint becomes `<run>/model/`, a Hugging Face folder that is an MLflow model
+as well. Without one, a Hugging Face folder that the command itself saved there is checked and
+sealed. Can be killed at any point and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunewright.contract import rundir
+from tunewright.contract.failures import TunewrightError, UserError, reported
+from tunewright.contract.rundir import RunDir
+from tunewright.export import MAX_SHARD_BYTES, ShardedModel, tied_once, write_weights
+from tunewright.mlmodel import make_mlflow_model
+from tunewright.modelfolder import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    Expected,
+    Findings,
+    Header,
+    check_finite,
+    check_tied,
+    check_tokens,
+    compare,
+    compare_converted,
+    expected_tensors,
+    has_tokenizer,
+    read_header,
+    read_object,
+)
+
+THE_COMMAND = "the command"
+_OUTCOME = ("source", "step", "parameters", "bytes", "dtype", "shards")
+
+
+def consolidate(run: RunDir, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, Any]:
+    """The run's sealed model folder as {"model", "reason", "source", "parameters", "bytes", …}.
+
+    "model" is null, with the reason, when the command left nothing to make a model of. Raises
+    TunewrightError when what it left is not whole; then nothing half-made stays behind.
+    """
+    for leftover in (_draft(run), _replaced(run)):
+        shutil.rmtree(leftover, ignore_errors=True)
+    newest = rundir.sealed_checkpoints(run.checkpoints)[-1:]
+    source = f"checkpoint step {newest[0][0]}" if newest else None
+    sealed = rundir.manifest(run.model)
+    if sealed and sealed.get("source") and source in (None, sealed["source"]):
+        wrong = rundir.damage(run.model, sealed)
+        if not wrong:
+            return _outcome(run, sealed, f"{run.model} was sealed before and is whole")
+        if not newest:
+            raise TunewrightError(f"{wrong[0]}; save the model again and remove {rundir.MANIFEST}")
+        _say(f"{wrong[0]}; building the model folder again")
+    if newest:
+        return _from_checkpoint(run, *newest[0], str(source), max_shard_bytes)
+    return _from_command(run)
+
+
+def _from_checkpoint(
+    run: RunDir, step: int, checkpoint: Path, source: str, max_shard_bytes: int
+) -> dict[str, Any]:
+    _say(f"building {run.model} from {checkpoint}")
+    draft = _draft(run)
+    try:
+        facts = _build(checkpoint, draft, max_shard_bytes)
+        hashes = facts.pop("hashes")
+        sealed = rundir.seal(
+            draft, {"kind": "model", "source": source, "step": step, **facts}, hashes
+        )
+        _publish(run, draft)
+    except OSError as error:
+        raise TunewrightError(f"{run.model} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return _outcome(run, sealed, f"built from {source}")
+
+
+def _build(checkpoint: Path, draft: Path, max_shard_bytes: int) -> dict[str, Any]:
+    """Fill the draft from a checkpoint; returns the facts for its seal, and "hashes"."""
+    origin = rundir.manifest(checkpoint) or {}
+    dtype = origin.get("save_dtype", "bfloat16")
+    _copy_description(checkpoint, draft, dtype)
+    model = ShardedModel(checkpoint)
+    entries = model.entries(getattr(torch, dtype))
+    expected = expected_tensors(draft)
+    findings = Findings()
+    if expected is not None:
+        compare({entry.name: entry.shape for entry in entries}, expected, checkpoint)
+        entries = tied_once(model, entries, expected)
+    _check_description(draft, _local_base(origin.get("base_model")), findings)
+    hashes = write_weights(model, entries, draft, max_shard_bytes)
+    parameters = sum(math.prod(entry.shape) for entry in entries)
+    _finish(draft, dtype, (origin.get("base_model") or {}).get("name"), expected, findings)
+    return {
+        **_figures(parameters, sum(int(h["size"]) for h in hashes.values()), dtype, len(hashes)),
+        "base_model": origin.get("base_model"),
+        "data_fingerprint": (origin.get("identity") or {}).get("data"),
+        "checks": findings.checks,
+        "warnings": findings.warnings,
+        "hashes": hashes,
+    }
+
+
+def _from_command(run: RunDir) -> dict[str, Any]:
+    folder = run.model
+    adapter = (folder / ADAPTER_CONFIG).is_file()
+    if reason := _no_model(folder, adapter):
+        _say(reason)
+        return {"model": None, "reason": reason}
+    header = read_header(folder)
+    if header is None:
+        raise UserError(_pickled(folder))
+    _say(f"checking {folder}, left by the command: {len(header.shapes)} tensors")
+    findings = Findings()
+    expected = None if adapter else _check_structure(folder, header, findings)
+    check_finite(header)
+    _check_description(folder, None, findings)
+    _finish(folder, header.dtype, None, expected, findings)
+    facts = {
+        "kind": "adapter" if adapter else "model",
+        "source": THE_COMMAND,
+        "step": None,
+        **_figures(header.parameters, header.bytes, header.dtype, len(set(header.files.values()))),
+        "base_model": _base_of_adapter(folder) if adapter else None,
+        "checks": findings.checks,
+        "warnings": findings.warnings,
+    }
+    return _outcome(run, rundir.seal(folder, facts), f"checked and sealed what {THE_COMMAND} left")
+
+
+def _no_model(folder: Path, adapter: bool) -> str | None:
+    """Why a folder is no Hugging Face model at all; None when it tries to be one."""
+    weights = [*folder.glob("*.safetensors*"), *folder.glob("*.bin")] if folder.is_dir() else []
+    if (adapter or (folder / CONFIG).is_file()) and weights:
+        return None
+    reason = f"the command left no checkpoint and no Hugging Face folder in {folder}"
+    inner = sorted(p.parent.name for p in folder.glob(f"*/{CONFIG}"))
+    if inner:
+        reason += (
+            f"; there is one in {inner[-1]}/ below it, save the final model in the folder itself"
+        )
+    return reason
+
+
+def _pickled(folder: Path) -> str:
+    found = ", ".join(sorted(p.name for p in folder.glob("*.bin"))) or "no model.safetensors"
+    return (
+        f"{folder} has {found}: weights as pickles can run code when they are loaded and are not "
+        "registered; save them with save_pretrained(folder, safe_serialization=True), which is the "
+        "default of current transformers"
+    )
+
+
+def _check_structure(folder: Path, header: Header, findings: Findings) -> Expected | None:
+    expected = expected_tensors(folder)
+    if expected is None:
+        findings.warnings.append(
+            f"{folder / CONFIG} names an architecture transformers lacks; shapes unchecked"
+        )
+        return None
+    findings.checks["converted_names"] = not compare_converted(header, expected, folder)
+    check_tied(header, expected)
+    return expected
+
+
+def _check_description(folder: Path, base: Path | None, findings: Findings) -> None:
+    """Checks of the small files: token ids, tokenizer, chat template."""
+    if not (folder / CONFIG).is_file():
+        return
+    if warning := check_tokens(folder, base):
+        findings.warnings.append(warning)
+    if not has_tokenizer(folder):
+        findings.warnings.append(f"{folder.name} has no tokenizer; save it beside the model")
+
+
+def _finish(
+    folder: Path, dtype: str, base_model: str | None, expected: Expected | None, findings: Findings
+) -> None:
+    """Make the folder an MLflow model and note which checks it passed."""
+    if reason := make_mlflow_model(folder, dtype, base_model):
+        findings.warnings.append(f"MLflow cannot load this folder by itself: {reason}")
+    findings.checks.update(
+        names_and_shapes=expected is not None,
+        finite=True,
+        tied=sorted(expected.aliases) if expected else [],
+        tokenizer=has_tokenizer(folder),
+    )
+    for warning in findings.warnings:
+        _say(f"warning: {warning}")
+
+
+def _copy_description(checkpoint: Path, draft: Path, dtype: str) -> None:
+    """Config, tokenizer and template, byte by byte; only the config's dtype follows the weights."""
+    source = checkpoint / "hf"
+    if not (source / CONFIG).is_file():
+        raise TunewrightError(
+            f"{source / CONFIG} is missing, so {checkpoint} cannot become a model folder"
+        )
+    shutil.copytree(source, draft)
+    config = read_object(draft / CONFIG)
+    if config.get("dtype", config.get("torch_dtype")) != dtype:
+        config.pop("torch_dtype", None)
+        (draft / CONFIG).write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+
+
+def _publish(run: RunDir, draft: Path) -> None:
+    """Move the sealed draft into place. What was there is deleted if it was ours, else kept."""
+    if run.model.is_dir() and any(run.model.iterdir()):
+        ours = str((rundir.manifest(run.model) or {}).get("source", "")).startswith("checkpoint")
+        aside = _replaced(run) if ours else _free_name(run.root / "model-of-the-command")
+        os.replace(run.model, aside)
+        if not ours:
+            _say(
+                f"{run.model} held files that are not from the checkpoint; they are in {aside} now"
+            )
+    os.replace(draft, run.model)
+    shutil.rmtree(_replaced(run), ignore_errors=True)
+
+
+def _free_name(path: Path) -> Path:
+    taken = 1
+    found = path
+    while found.exists():
+        taken += 1
+        found = path.with_name(f"{path.name}-{taken}")
+    return found
+
+
+def _draft(run: RunDir) -> Path:
+    return run.root / ".model.draft"
+
+
+def _replaced(run: RunDir) -> Path:
+    return run.root / ".model.replaced"
+
+
+def _local_base(base_model: Mapping[str, Any] | None) -> Path | None:
+    """The base model's folder when its small files lie on this machine; nothing is downloaded."""
+    name = (base_model or {}).get("name")
+    if not name:
+        return None
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, CONFIG, revision=(base_model or {}).get("revision"))
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _base_of_adapter(folder: Path) -> dict[str, Any]:
+    facts = read_object(folder / ADAPTER_CONFIG)
+    return {"name": facts.get("base_model_name_or_path"), "revision": facts.get("revision")}
+
+
+def _figures(parameters: int, size: int, dtype: str, shards: int) -> dict[str, Any]:
+    return {"parameters": parameters, "bytes": size, "dtype": dtype, "shards": shards}
+
+
+def _outcome(run: RunDir, sealed: Mapping[str, Any], reason: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "model": str(run.model),
+        "reason": reason,
+        **{k: sealed.get(k) for k in _OUTCOME},
+    }
+    found["warnings"] = sealed.get("warnings", [])
+    _say(
+        f"{reason}: {found['parameters']:,} parameters in {found['dtype']}, "
+        f"{(found['bytes'] or 0) / 1e6:,.1f} MB in {found['shards']} file(s)"
+    )
+    return found
+
+
+def _say(text: str) -> None:
+    print(f"consolidate: {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tunewright.consolidate", description="Make and seal a run's model folder."
+    )
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder")
+    parser.add_argument(
+        "--result", type=Path, required=True, help="where the outcome goes, as JSON"
+    )
+    parser.add_argument(
+        "--max-shard-bytes", type=int, default=MAX_SHARD_BYTES, help="size limit of a weight file"
+    )
+    given = parser.parse_args(argv)
+    if not given.run.is_dir():
+        raise UserError(f"--run {given.run} is not a folder")
+    outcome = consolidate(RunDir(given.run.absolute()), given.max_shard_bytes)
+    rundir.write_json(given.result, outcome)
+
+
+if __name__ == "__main__":
+    with reported():
+        main()
