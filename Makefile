@@ -40,3 +40,28 @@ $(VENV)/.all: $(VENV)/.core
 
 lock: ## write the versions that are installed now into constraints.txt
 	$(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sed 's/+cpu//' > constraints.txt
+
+# The demo leaves the state of the person who calls it alone: a home of its own in this folder.
+HOME_HERE := $(CURDIR)/.home
+ISOLATED = env -u PREFECT_API_URL -u PREFECT_PROFILE -u MLFLOW_TRACKING_URI -u MLFLOW_REGISTRY_URI \
+  TUNEWRIGHT_HOME=$(HOME_HERE) PREFECT_HOME=$(HOME_HERE)/prefect PATH=$(CURDIR)/$(BIN):$$PATH
+
+demo: setup ## fine-tune a small random model on this machine's CPUs, to a registered version
+	$(ISOLATED) tunewright run deployments/tiny.yaml --simulate --fresh
+	@echo "  ui          make ui, then http://127.0.0.1:4200"
+
+ui: setup ## the Prefect UI of the demo's runs, on http://127.0.0.1:4200
+	$(ISOLATED) PREFECT_SERVER_API_PORT=4200 PREFECT_SERVER_ANALYTICS_ENABLED=false \
+	  prefect server start --host 127.0.0.1 --port 4200
+
+test: setup-all ## every test; real rows are used where TUNEWRIGHT_TEST_DATA names them
+	$(BIN)/python -m pytest
+
+check: setup-all ## format, lint, types, import walls, spelling
+	$(BIN)/ruff format --check . && $(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+clean: ## remove the environment and the demo's home
+	rm -rf $(VENV) $(HOME_HERE)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,7 +100,19 @@ def summary(receipt: Mapping[str, Any]) -> Iterator[str]:
     if total := (receipt.get("seconds") or {}).get("total"):
         yield f"  time        {total:.1f} s"
     yield f"  folder      {receipt['folder']}"
-    yield f"  more        tunewright get {name}; tunewright logs {name}"
+    yield f"  more        {_this_command()} get {name}"
+    yield f"              {_this_command()} logs {name}"
+
+
+def _this_command() -> str:
+    """How the reader can call us again: with the same home, by a path that works from here."""
+    place = Path(sys.argv[0])
+    found = shutil.which("tunewright")
+    program = "tunewright" if found and Path(found).samefile(place) else os.path.relpath(place)
+    if place.name == "__main__.py":
+        program = f"{os.path.relpath(sys.executable)} -m flows"
+    given = os.environ.get("TUNEWRIGHT_HOME")
+    return f"TUNEWRIGHT_HOME={shlex.quote(given)} {program}" if given else program
 
 
 def _refuse(workload: Workload, options: Mapping[str, Any]) -> Any:

@@ -40,8 +40,10 @@ def prefect_api() -> Iterator[str]:
             address = f"http://127.0.0.1:{port}/api"
             _wait_healthy(address, guardian, log)
             os.environ["PREFECT_API_URL"] = address
-            yield address
-            _deliver()
+            try:
+                yield address
+            finally:
+                _deliver()
         finally:
             os.environ.pop("PREFECT_API_URL", None)
             guardian.stop("cancel")

@@ -31,7 +31,9 @@ def run_program(run: Run, name: str, args: list[str], secrets: Mapping[str, str]
     """
     with tempfile.TemporaryDirectory(prefix=f"tunewright-{name}-") as scratch:
         result = Path(scratch, "result.json")
-        env = {**local.inherited_environment(), **run.mlflow_if_open()}
+        own = run.workload.secrets
+        inherited = {k: v for k, v in local.inherited_environment().items() if k not in own}
+        env = {**inherited, **run.mlflow_if_open()}
         node = Node(
             argv=[sys.executable, "-m", f"tunewright.{name}", *args, "--result", str(result)],
             env=marked(env, run.dir.root, name),

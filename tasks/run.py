@@ -61,8 +61,10 @@ class Options:
 class Run:
     """A run in the making. Steps read its folder and add to its facts."""
 
-    def __init__(self, workload: Workload, options: Options) -> None:
+    def __init__(self, workload: Workload, options: Options, folder: Path) -> None:
+        """`folder` is that of the workload file: whose commit the run is traced to."""
         self.workload = workload
+        self.folder = folder
         self.options = options
         self.target = target_named(options.target)
         self.placement = self.target.place(
@@ -79,7 +81,7 @@ class Run:
         self.scrubber = Scrubber({})
         self._began = self._asked = time.monotonic()
         self.code = snapshot.snapshot(workload.code_source) if workload.code_source else None
-        self._enter(self._choose(fresh=options.fresh))
+        self._enter(self._choose(fresh=options.fresh, resume=options.resume))
 
     def _look(self) -> list[str]:
         """Notes on the way, and refusals, before anything is written."""
@@ -89,14 +91,14 @@ class Run:
         interface = self.target.interface_note(self.workload.env_variables)
         return [*notes, *([interface] if interface else [])]
 
-    def _choose(self, *, fresh: bool) -> Chosen:
+    def _choose(self, *, fresh: bool, resume: str | None) -> Chosen:
         code = {
             "tunewright": code_of_tunewright(),
             "snapshot": self.code.sha256 if self.code else None,
         }
         identity = {"workload_sha256": self.workload.sha256, "code": code}
         root = volumes.output_root(self.workload)
-        name, resume = self.workload.experiment_name, self.options.resume
+        name = self.workload.experiment_name
         return choose(root, name, identity, fresh=fresh, resume=resume, say=ui.say)
 
     def _enter(self, chosen: Chosen) -> None:
@@ -109,14 +111,14 @@ class Run:
         index = {"folder": str(self.dir.root), "flow_run_id": str(flow_run) if flow_run else None}
         write_json(home() / "runs" / self.name, index)
         self.dir.cancel_request.unlink(missing_ok=True)
-        self.tracker = Tracker(self._opening())
+        self.tracker = Tracker(self._opening(), without=self.workload.secrets)
 
     def begin_anew(self, why: str) -> None:
         """Leave this run as it is and go on in a new folder."""
         ui.say(f"{why}: beginning a new run")
         self._leave_mlflow("KILLED")
         self.lock.release()
-        self._enter(self._choose(fresh=True))
+        self._enter(self._choose(fresh=True, resume=None))
 
     @property
     def name(self) -> str:
@@ -174,7 +176,8 @@ class Run:
         self.receipt = self._receipt(state, reason)
         try:
             write_json(self.dir.receipt, self.receipt)
-            self._leave_mlflow(MLFLOW_STATUS[state], artifacts=[str(self.dir.receipt)])
+            artifacts = [str(self.dir.receipt)]
+            self._leave_mlflow(MLFLOW_STATUS[state], artifacts=artifacts, tags=self.tags())
             ui.publish(self.receipt)
         finally:
             self.lock.release()
@@ -209,7 +212,7 @@ class Run:
             ui.say(f"the MLflow run could not be set to {status}: {error}")
 
     def _commit(self) -> tuple[str | None, bool]:
-        return snapshot.commit_of(self.code.root if self.code else Path.cwd())
+        return snapshot.commit_of(self.code.root if self.code else self.folder)
 
     def _opening(self) -> dict[str, Any]:
         known = read_json(self.dir.mlflow) or {}
@@ -231,7 +234,8 @@ def opened(
 
     An error for the reader is recorded and goes no further: `run.receipt` tells it.
     """
-    run = Run(Workload.load(source, overrides), options)
+    folder = Path.cwd() if isinstance(source, Mapping) else Path(source).absolute().parent
+    run = Run(Workload.load(source, overrides), options, folder)
     try:
         for note in [*run.notes, *(snapshot.notes(run.code) if run.code else [])]:
             ui.say(note)

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -28,14 +28,16 @@ class TrackingFailed(TunewrightError):
 class Tracker:
     """One MLflow run: opened at once, answered later, finished by us whatever the script did."""
 
-    def __init__(self, opening: Mapping[str, Any]) -> None:
+    def __init__(self, opening: Mapping[str, Any], without: Iterable[str] = ()) -> None:
+        """Open a run; variables named in `without` (the workload's secrets) are not passed on."""
+        env = {name: value for name, value in os.environ.items() if name not in set(without)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tunewright.tracking"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
             text=True,
-            env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"},
+            env={**env, "MLFLOW_DISABLE_TELEMETRY": "true"},
         )
         self.opened: dict[str, Any] | None = None
         self._finished = False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
@@ -52,16 +53,23 @@ def announce(run: str) -> None:
 
 
 def is_cancelling() -> bool:
-    """Whether someone asked Prefect to cancel this flow run."""
+    """Whether someone asked Prefect to cancel this flow run; an API that is away says no."""
     run_id = flow_run_id()
     if run_id is None:
         return False
-    with get_client(sync_client=True) as client:
-        state = client.read_flow_run(run_id).state
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(run_id).state
+    except httpx.HTTPError:
+        return False
     return state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED)
 
 
 def publish(receipt: Mapping[str, Any]) -> None:
     """The receipt as a Markdown artifact of the flow run."""
-    if flow_run_id() is not None:
+    if flow_run_id() is None:
+        return
+    try:
         create_markdown_artifact(receipts.markdown(receipt), key="receipt", description="Receipt")
+    except httpx.HTTPError as error:
+        say(f"the receipt could not be shown in the Prefect UI: {error}")

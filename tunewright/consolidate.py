@@ -10,6 +10,7 @@ sealed. Can be killed at any point and started again.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
 import os
@@ -44,6 +45,7 @@ from tunewright.modelfolder import (
 )
 
 THE_COMMAND = "the command"
+_USERS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 _OUTCOME = ("source", "step", "parameters", "bytes", "dtype", "shards")
 
 
@@ -65,9 +67,16 @@ def consolidate(run: RunDir, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str
         if not newest:
             raise TunewrightError(f"{wrong[0]}; save the model again and remove {rundir.MANIFEST}")
         _say(f"{wrong[0]}; building the model folder again")
-    if newest:
-        return _from_checkpoint(run, *newest[0], str(source), max_shard_bytes)
-    return _from_command(run)
+    try:
+        if newest:
+            return _from_checkpoint(run, *newest[0], str(source), max_shard_bytes)
+        return _from_command(run)
+    except OSError as error:
+        kind = UserError if error.errno in _USERS_ERRORS else TunewrightError
+        raise kind(
+            f"{run.model} could not be written: {error.strerror} ({error.filename}); "
+            "make room or give rights there and start again, what is trained is kept"
+        ) from error
 
 
 def _from_checkpoint(
@@ -82,8 +91,6 @@ def _from_checkpoint(
             draft, {"kind": "model", "source": source, "step": step, **facts}, hashes
         )
         _publish(run, draft)
-    except OSError as error:
-        raise TunewrightError(f"{run.model} could not be written: {error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return _outcome(run, sealed, f"built from {source}")

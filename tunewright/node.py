@@ -36,25 +36,45 @@ from tunewright.contract.rundir import read_json, write_json
 from tunewright.contract.scrub import Scrubber
 
 TAIL_LINES = 20
+_WITNESS_LINES = 120
+"""How far back the cause may stand: torchrun says 50 lines and more after it."""
+_NOT_STARTED = 127
 _POLL_S = 0.05
 _DRAIN_S = 5.0
-_OUT_OF_MEMORY = re.compile(r"torch\.(cuda\.)?OutOfMemoryError|CUDA out of memory")
+_OUT_OF_MEMORY = re.compile(
+    r"torch\.(cuda\.)?OutOfMemoryError|(CUDA|HIP) out of memory|CUDA error: out of memory"
+)
 _TORCHRUN_ROOT = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 
 
 def main() -> int:
     """Guard one command; returns its exit code (128 + n for signal n)."""
-    specification = json.loads(sys.stdin.buffer.readline())
-    # The terminal's Ctrl-C is for the flow, which then tells us to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return Guardian(specification).run()
+    # The terminal's Ctrl-C is for the flow, which then tells us to stop. A handler, since the
+    # command would inherit that SIGINT is ignored.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    specification, told = _read_line()
+    # A parent that died before it said anything wants nothing.
+    return Guardian(json.loads(specification), told).run() if specification else 1
+
+
+def _read_line() -> tuple[bytes, bytes]:
+    """The first line on stdin and what came with it; read raw, so that `select` sees the rest."""
+    read = b""
+    while b"\n" not in read:
+        if not (chunk := os.read(sys.stdin.fileno(), 65536)):
+            return b"", b""
+        read += chunk
+    line, _, rest = read.partition(b"\n")
+    return line, rest
 
 
 class Guardian:
     """One command and everything it starts."""
 
-    def __init__(self, specification: dict[str, Any]) -> None:
+    def __init__(self, specification: dict[str, Any], told: bytes = b"") -> None:
+        """`told` is what the parent said already, behind the specification."""
         self.spec = specification
+        self.told = told
         self.scrubber = Scrubber(specification.get("secrets", {}))
         self.stopped_by: str | None = None
         self.status: int | None = None
@@ -66,7 +86,10 @@ class Guardian:
         processes.adopt_orphans()
         signal.signal(signal.SIGTERM, lambda *_: self._stop("preempted"))
         started, oom_kills = time.time(), _oom_kills()
-        child = self._start()
+        try:
+            child = self._start()
+        except OSError as error:
+            return self._could_not_start(error, started)
         pump = threading.Thread(target=self._pump, args=(child.stdout,), daemon=True)
         pump.start()
         try:
@@ -75,14 +98,22 @@ class Guardian:
             grace = self.spec.get("grace_s", processes.GRACE_S) if self.stopped_by else 0
             self.survivors = processes.end_descendants(grace, lambda: self._reap(child))
         pump.join(_DRAIN_S)
-        self._write_exit(started, _oom_kills() > oom_kills)
+        try:
+            self._write_exit(started, self._failure(_oom_kills() > oom_kills))
+        finally:
+            shutil.rmtree(self.failures, ignore_errors=True)
+        return self._exit_code()
+
+    def _could_not_start(self, error: OSError, started: float) -> int:
+        self.status = _NOT_STARTED
+        message = f"the command could not be started: {error}"
         shutil.rmtree(self.failures, ignore_errors=True)
+        self._write_exit(started, self._failed("infrastructure", message))
         return self._exit_code()
 
     def _start(self) -> subprocess.Popen[bytes]:
         env = {**self.spec["env"], **self.spec.get("secrets", {})}
         env[FAILURE_DIR_VARIABLE] = str(self.failures)
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         Path(self.spec["cwd"]).mkdir(parents=True, exist_ok=True)
         return subprocess.Popen(
             self.spec["argv"],
@@ -100,9 +131,9 @@ class Guardian:
             self._reap(child)
             if self.status is not None:
                 return
-            ready, _, _ = select.select([sys.stdin.buffer], [], [], _POLL_S)
-            if ready:
-                words = os.read(sys.stdin.fileno(), 4096).decode().split()
+            ready, _, _ = select.select([sys.stdin.fileno()], [], [], 0 if self.told else _POLL_S)
+            if ready or self.told:
+                words = (self.told or os.read(sys.stdin.fileno(), 4096)).decode().split()
                 self._stop(words[1] if len(words) > 1 else "parent died")
 
     def _stop(self, reason: str) -> None:
@@ -123,6 +154,7 @@ class Guardian:
     def _pump(self, source: BinaryIO) -> None:
         """Output into the log, masked; a full disk loses the log, never the command."""
         try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab", buffering=0) as log:
                 while chunk := os.read(source.fileno(), 65536):
                     log.write(self.scrubber.feed(chunk))
@@ -136,30 +168,33 @@ class Guardian:
         code = self.status if self.status is not None else -signal.SIGKILL
         return 128 - code if code < 0 else code
 
-    def _write_exit(self, started: float, kernel_oom: bool) -> None:
-        tail = _tail(self.log)
+    def _write_exit(self, started: float, failure: dict[str, Any] | None) -> None:
         facts = {
             "node": self.spec.get("node", 0),
             "exit_code": self._exit_code(),
             "stopped_by": self.stopped_by,
-            "failure": self._failure(tail, kernel_oom),
-            "tail": tail,
+            "failure": failure,
+            "tail": _tail(self.log),
             "survivors": self.survivors,
             "started": started,
             "ended": time.time(),
         }
         write_json(Path(self.spec["exit"]), facts)
 
-    def _failure(self, tail: str, kernel_oom: bool) -> dict[str, Any] | None:
+    def _failure(self, kernel_oom: bool) -> dict[str, Any] | None:
         """What went wrong, from the best witness: our own programs, the kernel, the output."""
         code = self._exit_code()
         if code == 0 or self.stopped_by in ("cancel", "interrupted", "peer"):
             return None
-        told = self._told_by_ranks()
-        root = _TORCHRUN_ROOT.search(_tail(self.log, 120))
+        told, tail = self._told_by_ranks(), _tail(self.log, _WITNESS_LINES)
+        root = _TORCHRUN_ROOT.search(tail)
         rank = told["rank"] if told else int(root[1]) if root else None
-        killed = code in (137, 128 + 9) or (root is not None and int(root[2]) in (-9, 137))
-        failure_class, message = self._classify(code, killed, kernel_oom, told, tail)
+        killed = code == 137 or (root is not None and int(root[2]) in (-9, 137))
+        return self._failed(*self._classify(code, killed, kernel_oom, told, tail), rank=rank)
+
+    def _failed(
+        self, failure_class: FailureClass, message: str, rank: int | None = None
+    ) -> dict[str, Any]:
         return {
             "class": failure_class,
             "node": self.spec.get("node", 0),
@@ -188,7 +223,8 @@ class Guardian:
         """The failure that one of our programs wrote: a known class first, then the earliest."""
         files = sorted(self.failures.glob("rank-*.json"), key=lambda p: p.stat().st_mtime)
         found = [facts for path in files if (facts := read_json(path))]
-        return min(found, key=lambda facts: facts["class"] == "unknown", default=None)
+        told = [facts for facts in found if {"class", "rank", "message"} <= set(facts)]
+        return min(told, key=lambda facts: facts["class"] == "unknown", default=None)
 
 
 def _tail(path: Path, lines: int = TAIL_LINES) -> str:

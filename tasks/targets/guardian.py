@@ -26,6 +26,7 @@ Say = Callable[[int, str], None]
 _POLL_S = 0.05
 _AFTER_KILL_S = 40.0
 _LINE = 4000
+_REDRAWN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Guardian:
         self.node = node
         self.grace_s = grace_s
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tunewright.node"],
+            # -P: a file in the working directory must not stand in for a module of ours.
+            [sys.executable, "-P", "-m", "tunewright.node"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -64,6 +66,7 @@ class Guardian:
             "grace_s": grace_s,
         }
         self._tell(json.dumps(specification))
+        self._stopping = False
 
     @property
     def pid(self) -> int:
@@ -74,17 +77,20 @@ class Guardian:
 
     def stop(self, reason: str) -> None:
         """Ask the guardian to end its command: SIGTERM, grace, SIGKILL."""
-        if not self.ended():
+        if not self._stopping and not self.ended():
+            self._stopping = True
             self._tell(f"stop {reason}")
 
     def wait_ended(self) -> None:
         """Until the guardian is gone; after its grace and more, end it and what it ran."""
-        with suppress(subprocess.TimeoutExpired):
+        try:
             self.process.wait(self.grace_s + _AFTER_KILL_S)
-            return
-        self.process.kill()
-        self.process.wait()
-        self._end_marked()
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            self._end_marked()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
     def outcome(self) -> dict[str, Any]:
         """How the command ended, as the guardian wrote it; or that the guardian was killed."""
@@ -118,14 +124,36 @@ class Guardian:
             self.process.stdin.flush()
 
 
-class Follower:
-    """New whole lines of a growing log. A line redrawn by carriage returns shows its last state."""
+def start_all(nodes: Sequence[Node], secrets: Mapping[str, str], grace_s: float) -> list[Guardian]:
+    """A guardian for each node; when one cannot be started, none of them stays."""
+    started: list[Guardian] = []
+    try:
+        for node in nodes:
+            started.append(Guardian(node, secrets, grace_s))
+    except BaseException:
+        _stop(started, "interrupted")
+        for guardian in started:
+            guardian.wait_ended()
+        raise
+    return started
 
-    def __init__(self, log: Path, start: int | None = None) -> None:
+
+class Follower:
+    """New whole lines of a growing log.
+
+    A line that is redrawn by carriage returns shows its last state, and while it is unfinished
+    its newest whole state every few seconds.
+    """
+
+    def __init__(
+        self, log: Path, start: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """From byte `start`, by default from what is there now."""
         self._log = log
         self._at = start if start is not None else log.stat().st_size if log.exists() else 0
         self._rest = b""
+        self._clock = clock
+        self._redrawn = -_REDRAWN_S
 
     def lines(self, *, ended: bool = False) -> list[str]:
         """What came since the last call; with `ended`, also a last line without line end."""
@@ -133,14 +161,26 @@ class Follower:
             with self._log.open("rb") as file:
                 file.seek(self._at)
                 chunk = file.read()
-        except FileNotFoundError:
+        # A log that cannot be read, or a folder in its place, must not end what it tells of.
+        except OSError:
             chunk = b""
         self._at += len(chunk)
         *whole, self._rest = (self._rest + chunk).split(b"\n")
         if ended and self._rest:
             whole, self._rest = [*whole, self._rest], b""
-        shown = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in whole)
-        return [line.decode("utf-8", "replace")[:_LINE] for line in shown]
+        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in whole]
+        return [line.decode("utf-8", "replace")[:_LINE] for line in [*shown, *self._bar()]]
+
+    def _bar(self) -> list[bytes]:
+        """The newest whole state of the unfinished line, now and then; older ones are dropped."""
+        states, _, newest = self._rest.rpartition(b"\r")
+        if not states.strip(b"\r"):
+            return []
+        self._rest = b"\r" + newest
+        if self._clock() < self._redrawn + _REDRAWN_S:
+            return []
+        self._redrawn = self._clock()
+        return [states.rstrip(b"\r").rpartition(b"\r")[2]]
 
 
 def marked(env: Mapping[str, str], run: Path, rank: int | str) -> dict[str, str]:
@@ -159,9 +199,8 @@ def watch(
     All are ended when one fails, when `reason_to_stop` gives a reason, and when this call is left
     by an exception (Ctrl-C, a signal): then they are gone before the exception goes on.
     """
-    started([guardian.pid for guardian in guardians])
     followers = [Follower(guardian.node.log) for guardian in guardians]
-    failed_at: float | None = None
+    decision = _Decision(guardians, reason_to_stop)
 
     def show(ended: bool = False) -> None:
         for guardian, follower in zip(guardians, followers, strict=True):
@@ -169,15 +208,12 @@ def watch(
                 say(guardian.node.rank, line)
 
     try:
-        while not all(guardian.ended() for guardian in guardians):
+        started([guardian.pid for guardian in guardians])
+        # A guardian that hangs is for `wait_ended`.
+        while not all(guardian.ended() for guardian in guardians) and not decision.is_overdue():
             show()
-            if reason := reason_to_stop():
+            if reason := decision.reason():
                 _stop(guardians, reason)
-            elif failed_at is None and any(g.process.poll() for g in guardians):
-                failed_at = time.monotonic()
-            # The others get their grace to fail by themselves: their logs often name the cause.
-            elif failed_at and time.monotonic() > failed_at + guardians[0].grace_s:
-                _stop(guardians, "peer")
             time.sleep(_POLL_S)
     except BaseException:
         _stop(guardians, "interrupted")
@@ -187,6 +223,36 @@ def watch(
             guardian.wait_ended()
         show(ended=True)
     return [guardian.outcome() for guardian in guardians]
+
+
+class _Decision:
+    """Whether guardians are to be stopped, and why. Made once."""
+
+    def __init__(
+        self, guardians: Sequence[Guardian], reason_to_stop: Callable[[], str | None]
+    ) -> None:
+        self._guardians = guardians
+        self._reason_to_stop = reason_to_stop
+        self._grace_s = max(guardian.grace_s for guardian in guardians)
+        self._failed_at: float | None = None
+        self._stopped_at: float | None = None
+
+    def reason(self) -> str | None:
+        """A reason to stop now; None when there is none, or it was given before."""
+        if self._stopped_at is not None:
+            return None
+        if self._failed_at is None and any(g.process.poll() for g in self._guardians):
+            self._failed_at = time.monotonic()
+        reason = self._reason_to_stop() or ("peer" if self._past(self._failed_at) else None)
+        self._stopped_at = time.monotonic() if reason else None
+        return reason
+
+    def is_overdue(self) -> bool:
+        return self._past(self._stopped_at)
+
+    def _past(self, moment: float | None) -> bool:
+        """Whether the grace is over: a peer may fail by itself, its log often names the cause."""
+        return moment is not None and time.monotonic() > moment + self._grace_s
 
 
 def _stop(guardians: Sequence[Guardian], reason: str) -> None:

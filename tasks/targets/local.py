@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
 
-from tasks.targets.guardian import Guardian, Node, Say, marked, watch
+from tasks.targets.guardian import Node, Say, marked, start_all, watch
 from tasks.targets.job import Ending, Job, ending_of
 from tunewright.contract.failures import UserError
 from tunewright.contract.processes import GRACE_S
@@ -67,7 +68,9 @@ def _simulated(workload: Workload, procs: int, gpus: tuple[str, ...]) -> Placeme
 def visible_gpus() -> list[str]:
     """This machine's NVIDIA GPUs, within CUDA_VISIBLE_DEVICES; found without torch."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+        named = [name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+        # CUDA's own rule: -1 and what follows it are not seen.
+        return [name for name in takewhile(lambda n: not n.startswith("-"), named) if name]
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
@@ -95,7 +98,7 @@ def run(
             return "timeout"
         return "cancel" if cancelled() else None
 
-    guardians = [Guardian(node, secrets, grace_s) for node in nodes]
+    guardians = start_all(nodes, secrets, grace_s)
     return ending_of(watch(guardians, say, reason_to_stop, started))
 
 

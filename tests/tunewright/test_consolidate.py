@@ -358,6 +358,14 @@ def test_an_adapter_is_sealed_as_it_is(run):
     assert sealed["base_model"] == {"name": "some/model", "revision": None}
 
 
+def test_a_folder_that_cannot_be_written_is_said(run, make_checkpoint):
+    make_checkpoint(run)
+    (run.root / ".model.draft").write_text("in the way")
+    with pytest.raises(TunewrightError, match=r"model could not be written: File exists"):
+        consolidate(run)
+    assert not run.model.exists()
+
+
 def test_nothing_left_is_a_reason_and_no_error(run, tmp_path):
     result = tmp_path / "result.json"
     main(["--run", str(run.root), "--result", str(result)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -18,6 +19,8 @@ from tunewright.contract.failures import Problem, UserError
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
+MAX_DEPTH = 50
+_KINDS: Mapping[type, str] = defaultdict(lambda: "a single value", {list: "a list", set: "a set"})
 _AS_TEXT = ("env_variables", "secrets")
 """Fields whose values are text whatever they look like."""
 
@@ -29,38 +32,36 @@ def read(path: Path) -> dict[str, Any]:
     line and column), a key given twice, aliases that expand without end, or not a mapping.
     """
     try:
-        if path.is_file() and path.stat().st_size > MAX_BYTES:
-            raise UserError(f"{path} has {path.stat().st_size:,} bytes; a file has at most 1 MiB")
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UserError(f"{path} is larger than 1 MiB; move data and scripts into other files")
+        text = content.decode("utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give the path of a workload YAML") from None
+        raise UserError(f"{path} does not exist; give the path of a YAML file") from None
     except IsADirectoryError:
-        raise UserError(f"{path} is a folder; give the workload YAML in it") from None
+        raise UserError(f"{path} is a folder; give the YAML file in it") from None
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
         ) from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read: {reason}; give another file") from None
     return parse(text, str(path))
 
 
 def parse(text: str, source: str) -> dict[str, Any]:
     """The mapping in YAML text; raises UserError, see `read`."""
     try:
-        node = yaml.compose(text, Loader=_Loader)
-        if node is not None:
-            _refuse_bombs(node, source)
-        found = yaml.load(text, Loader=_Loader)
+        found = _construct(text)
     except yaml.YAMLError as error:
-        raise UserError(f"{source} is not valid YAML: {_where(error)}") from None
-    except (RecursionError, ValueError) as error:
+        raise UserError(f"{source} is not valid YAML: {_where(error)}; mend it there") from None
+    except ValueError as error:
         raise UserError(f"{source} is not valid YAML: {error}") from None
     if not isinstance(found, dict):
-        kind = "is empty" if found is None else f"holds a {type(found).__name__}"
-        raise UserError(
-            f"{source} {kind}; a workload is a mapping that starts with experiment_name"
-        )
+        kind = "is empty" if found is None else f"is not a mapping but {_KINDS[type(found)]}"
+        raise UserError(f"{source} {kind}; write names and values, like experiment_name: tiny")
     return found
 
 
@@ -93,9 +94,37 @@ def assignments(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 def digest(document: Any) -> str:
-    """sha256 of a document's canonical JSON, in hex."""
-    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
+    """sha256 of a document's canonical JSON, in hex: the same for equal documents everywhere."""
+    canonical = json.dumps(_canonical(document), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    """Plain JSON for everything that YAML can say: dates, bytes, sets, keys that are no text."""
+    if isinstance(value, Mapping):
+        return {
+            key if isinstance(key, str) else repr(key): _canonical(v) for key, v in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_canonical(part) for part in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_canonical(part) for part in value), key=repr)
+    return value if isinstance(value, str | int | float | None) else repr(value)
+
+
+def _construct(text: str) -> Any:
+    """The value in YAML text. Raises yaml.YAMLError, or ValueError for bombs and bad dates."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_bombs(node)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    finally:
+        loader.dispose()
 
 
 class _Loader(yaml.SafeLoader):
@@ -122,32 +151,40 @@ def _where(error: yaml.YAMLError) -> str:
     return f"{problem} at line {mark.line + 1}, column {mark.column + 1}" if mark else str(problem)
 
 
-def _refuse_bombs(root: yaml.Node, source: str) -> None:
-    """Count values as if every alias were written out; refuse cycles and explosions."""
+def _refuse_bombs(root: yaml.Node) -> None:
+    """Count values as if every alias were written out; refuse cycles, depth and explosions."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
 
     def size(node: yaml.Node) -> int:
         if isinstance(node, yaml.ScalarNode):
-            return 1
+            return _scalar(node)
         key = id(node)
         if key in open_nodes:
-            raise UserError(
-                f"{source}: the anchor at line {node.start_mark.line + 1} contains itself"
-            )
+            raise ValueError(f"the anchor at line {node.start_mark.line + 1} contains itself")
+        if len(open_nodes) == MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
         if key not in sizes:
             open_nodes.add(key)
-            children = node.value
-            if isinstance(node, yaml.MappingNode):
-                children = [part for pair in children for part in pair]
-            sizes[key] = 1 + sum(size(child) for child in children)
+            sizes[key] = 1 + sum(size(child) for child in _children(node))
             open_nodes.discard(key)
         return sizes[key]
 
     if size(root) > MAX_VALUES:
-        raise UserError(
-            f"{source} expands to more than {MAX_VALUES:,} values; write less by aliases"
-        )
+        raise ValueError(f"it expands to more than {MAX_VALUES:,} values; write less by aliases")
+
+
+def _scalar(node: yaml.ScalarNode) -> int:
+    if any("\ud800" <= letter <= "\udfff" for letter in node.value):
+        line = node.start_mark.line + 1
+        raise ValueError(f"half a character (a surrogate) at line {line}; write it whole")
+    return 1
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return list(node.value)
 
 
 def _set(document: dict[str, Any], path: str, value: Any) -> None:
@@ -189,7 +226,7 @@ def _typed(value: Any, old: Any) -> Any:
     if old is not None and value.strip() == "":
         raise ValueError(f"an empty value cannot replace {old!r}; write null to remove it")
     try:
-        new = yaml.load(value, Loader=_Loader)
+        new = _construct(value)
     except yaml.YAMLError as error:
         raise ValueError(f"{value!r} is not a YAML value: {_where(error)}") from None
     if old is None or new is None:
@@ -209,7 +246,7 @@ def _same_kind(value: str, new: Any, old: Any) -> Any:
 
 
 def _number(value: str, old: int | float) -> int | float:
-    for kind in (int, float):
+    for kind in (float,) if isinstance(old, float) else (int, float):
         try:
             return kind(value)
         except ValueError:

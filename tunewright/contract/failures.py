@@ -114,7 +114,8 @@ def write_failure(failure_class: FailureClass, message: str) -> None:
     folder = os.environ.get(FAILURE_DIR_VARIABLE)
     if not folder:
         return
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK", "")
+    rank = rank if rank.isdecimal() else "0"
     facts = {"class": failure_class, "rank": int(rank), "message": message}
     try:
         Path(folder, f"rank-{rank}.json").write_text(json.dumps(facts))

@@ -16,11 +16,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tunewright.contract import processes
 from tunewright.contract.rundir import read_json, write_json
 
 HEARTBEAT_S = 15.0
 STALE_S = 60.0
+_KEYS = {"host", "boot_id", "flow", "guardians", "heartbeat"}
 
 
 class Lock:
@@ -45,14 +48,16 @@ class Lock:
 
     def guarded_by(self, pids: list[int]) -> None:
         """Name the guardians that hold the run with us, and outlive us for their grace."""
-        self._guardians = [processes.identity(pid) for pid in pids]
-        self._write()
+        self._guardians = [who for pid in pids if (who := _identity(pid)) is not None]
+        if self._is_ours():
+            self._write()
 
     def release(self) -> None:
         """Give the run free. The file stays, as the record of who held it last."""
         self._ended.set()
         self._guardians = []
-        self._write(released=True)
+        if self._is_ours():
+            self._write(released=True)
 
     def _write(self, released: bool = False) -> None:
         facts = {
@@ -64,21 +69,32 @@ class Lock:
             "released": released,
         }
         with self._mutex:
-            write_json(self.path, facts)
+            # A beat that was on its way must not undo the release.
+            if released or not self._ended.is_set():
+                write_json(self.path, facts)
 
     def _beat(self) -> None:
-        while not self._ended.wait(HEARTBEAT_S):
+        while not self._ended.wait(HEARTBEAT_S) and self._is_ours():
             # The run's folder may be on a volume that is away for a moment; the next beat counts.
             try:
                 self._write()
             except OSError:
                 continue
 
+    def _is_ours(self) -> bool:
+        """Whether nobody took the lock while we slept: another host may after a minute."""
+        try:
+            facts = read_json(self.path)
+        except OSError:
+            return True
+        mine = (socket.gethostname(), processes.identity()["pid"])
+        return facts is None or (facts.get("host"), _pid(facts.get("flow"))) == mine
+
 
 def holder(path: Path, clock: Callable[[], float] = time.time) -> str | None:
     """Who holds the lock at this path, in words; None when it is free."""
     facts = read_json(path)
-    if facts is None or facts.get("released"):
+    if facts is None or facts.get("released") or not set(facts) >= _KEYS:
         return None
     if facts["host"] != socket.gethostname():
         age = clock() - facts["heartbeat"]
@@ -95,6 +111,18 @@ def holder(path: Path, clock: Callable[[], float] = time.time) -> str | None:
 def is_waiting_for_guardians(path: Path) -> bool:
     """Whether only guardians of a dead flow hold the lock; they end by themselves."""
     return (holder(path) or "").startswith("guardian")
+
+
+def _identity(pid: int) -> dict[str, Any] | None:
+    """None for a guardian that has ended already."""
+    try:
+        return processes.identity(pid)
+    except psutil.Error:
+        return None
+
+
+def _pid(who: Any) -> Any:
+    return who.get("pid") if isinstance(who, dict) else None
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,10 +20,11 @@ from pydantic import (
 
 from tunewright.contract import document
 from tunewright.contract.failures import UserError
-from tunewright.contract.problems import nearest
+from tunewright.contract.problems import nearest, without_empty
 
 GPUS_PER_NODE = {"GPU_1xA10": 1, "GPU_1xH100": 1, "GPU_8xH100": 8, "GPU_8xB300": 8}
 
+_PRINCIPALS = ("user_name", "group_name", "service_principal_name")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}\Z")
 _VERSION = re.compile(r"(AI|databricks_ai_v)?\d+\Z", re.IGNORECASE)
 
@@ -36,18 +37,35 @@ def _run_name(value: str) -> str:
     return value
 
 
+def _relative(value: str) -> str:
+    if value.startswith(("/", "~")) or ".." in Path(value).parts or not value.strip():
+        raise ValueError(f"{value!r} must be relative to root_path, without ..")
+    return value
+
+
+RelativePath = Annotated[StrictStr, AfterValidator(_relative)]
 RunName = Annotated[StrictStr, AfterValidator(_run_name)]
 
 
 class Part(BaseModel):
+    """A block of the file. An empty key (`dependencies:` and nothing after it) is not there.
+
+    Rules between fields stand at the later field, so that they are checked beside its neighbours'.
+    """
+
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, value: Any) -> Any:
+        return without_empty(value)
 
 
 class Compute(Part):
+    accelerator_type: StrictStr = Field(description="GPU_<count per node>x<name>, e.g. GPU_8xH100.")
     num_accelerators: StrictInt = Field(
         description="In total: a multiple of the type's count per node."
     )
-    accelerator_type: StrictStr = Field(description="GPU_<count per node>x<name>, e.g. GPU_8xH100.")
     pool_id: StrictStr | None = None
     provisioned_capacity_id: StrictStr | None = None
     priority_class: Literal["BEST_EFFORT", "NORMAL", "CRITICAL"] | None = None
@@ -64,23 +82,35 @@ class Compute(Part):
             )
         return value
 
-    @model_validator(mode="after")
-    def _whole_nodes(self) -> Self:
-        if self.num_accelerators < 1 or self.num_accelerators % self.gpus_per_node:
+    @field_validator("num_accelerators")
+    @classmethod
+    def _whole_nodes(cls, value: int, info: ValidationInfo) -> int:
+        kind = info.data.get("accelerator_type")
+        per_node = _per_node(kind) if kind else 1
+        if value < 1 or value % per_node:
             raise ValueError(
-                f"num_accelerators is {self.num_accelerators} but {self.accelerator_type} has "
-                f"{self.gpus_per_node} per node; use a positive multiple of {self.gpus_per_node}"
+                f"is {value}, but {kind or 'a node'} has {per_node} per node; "
+                f"use a positive multiple of {per_node}"
             )
-        if self.priority_class and not self.provisioned_capacity_id:
+        return value
+
+    @field_validator("priority_class")
+    @classmethod
+    def _in_a_capacity(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value and info.data.get("provisioned_capacity_id", "") is None:
             raise ValueError(
-                f"priority_class is {self.priority_class} but provisioned_capacity_id is not set; "
+                f"is {value}, but provisioned_capacity_id is not set; "
                 "set it, or remove priority_class"
             )
-        return self
+        return value
 
     @property
     def gpus_per_node(self) -> int:
-        return int(self.accelerator_type.removeprefix("GPU_").partition("x")[0])
+        return _per_node(self.accelerator_type)
+
+
+def _per_node(accelerator_type: str) -> int:
+    return int(accelerator_type.removeprefix("GPU_").partition("x")[0])
 
 
 class DockerImage(Part):
@@ -93,120 +123,134 @@ class DockerImage(Part):
 
 
 class Environment(Part):
-    version: StrictStr | StrictInt = Field("4", description="4, AI5 or databricks_ai_v6.")
+    docker_image: DockerImage | None = None
+    unity_catalog_image: StrictStr | None = None
+    version: StrictStr = Field("4", description="4, AI5 or databricks_ai_v6.")
     dependencies: list[StrictStr] = Field(
         default_factory=list, description="pip requirements, or the path of a YAML with them."
     )
-    docker_image: DockerImage | None = None
-    unity_catalog_image: StrictStr | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _read_dependencies(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict) or not isinstance(value.get("dependencies"), str):
             return value
-        base = (info.context or {}).get("base", Path.cwd())
         try:
-            found = document.read(base / value["dependencies"])
-        except UserError as error:
-            raise ValueError(f"dependencies: {error}") from None
-        if unknown := set(found) - {"version", "dependencies"}:
-            raise ValueError(
-                f"{value['dependencies']} holds {min(unknown)}; known there: version, dependencies"
-            )
-        return {**value, "dependencies": [], **found}
+            return {**value, "dependencies": [], **_dependencies(value["dependencies"], info)}
+        except ValueError:
+            # Said below, at its own place.
+            return value
 
-    @field_validator("version")
+    @field_validator("unity_catalog_image")
     @classmethod
-    def _version(cls, value: str | int) -> str:
-        if not _VERSION.match(str(value)):
+    def _one_image(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value and info.data.get("docker_image"):
+            raise ValueError("docker_image and unity_catalog_image are both set; keep one")
+        return value
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _version(cls, value: Any) -> str:
+        if isinstance(value, bool | float) or not _VERSION.match(str(value)):
             raise ValueError(
                 f"{value!r} is not a version; write digits, AI<N> or databricks_ai_v<N>, e.g. '4'"
             )
         return str(value)
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        given = self.model_fields_set & {"docker_image", "unity_catalog_image"}
-        packages = self.model_fields_set & {"version", "dependencies"}
-        if len(given) == 2:
-            raise ValueError("docker_image and unity_catalog_image are both set; keep one")
-        if given and packages:
+    @field_validator("dependencies", mode="before")
+    @classmethod
+    def _a_list(cls, value: Any, info: ValidationInfo) -> Any:
+        return _dependencies(value, info) if isinstance(value, str) else value
+
+    @field_validator("version", "dependencies")
+    @classmethod
+    def _no_image(cls, value: Any, info: ValidationInfo) -> Any:
+        images = [n for n in ("docker_image", "unity_catalog_image") if info.data.get(n)]
+        if images:
             raise ValueError(
-                f"{min(given)} and {' and '.join(sorted(packages))} are both set; "
+                f"{images[0]} and {info.field_name} are both set; "
                 "an image brings its own packages, keep one way"
             )
-        return self
+        return value
+
+
+def _dependencies(path: str, info: ValidationInfo) -> dict[str, Any]:
+    """The mapping in the YAML that `dependencies: <path>` names."""
+    try:
+        found = document.read(_base(info) / Path(path).expanduser())
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    if unknown := set(found) - {"version", "dependencies"}:
+        raise ValueError(f"{path} holds {min(map(str, unknown))}; known: version, dependencies")
+    return {key: part for key, part in found.items() if part is not None}
+
+
+def _base(info: ValidationInfo) -> Path:
+    """The folder that relative paths start from."""
+    base: Path = (info.context or {}).get("base", Path.cwd())
+    return base
 
 
 class Git(Part):
     branch: StrictStr | None = None
-    commit: StrictStr | None = None
+    commit: StrictStr | None = Field(None, validate_default=True)
 
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if (self.branch is None) == (self.commit is None):
+    @field_validator("commit")
+    @classmethod
+    def _one(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if "branch" in info.data and (info.data["branch"] is None) == (value is None):
             raise ValueError("give exactly one of branch and commit")
-        return self
+        return value
 
 
 class CodeSource(Part):
     """What is packed for the nodes: {type: snapshot, snapshot: {root_path, …}}, or flat."""
 
+    also_known: ClassVar[tuple[str, ...]] = ("snapshot",)
+
+    type: Literal["snapshot"] = "snapshot"
     root_path: StrictStr = Field(description="Folder to pack, relative to the workload file.")
-    include_paths: list[StrictStr] | None = None
+    include_paths: list[RelativePath] | None = Field(
+        None, description="Only these files and folders below root_path."
+    )
     remote_volume: StrictStr | None = None
-    git: Git | None = None
+    git: Git | None = Field(None, description="Pack a branch or commit, not the working tree.")
 
     @model_validator(mode="before")
     @classmethod
     def _flatten(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or not ({"type", "snapshot"} & set(value)):
+        if not isinstance(value, dict) or "snapshot" not in value:
             return value
-        if value.get("type", "snapshot") != "snapshot":
-            raise ValueError(f"type is {value['type']!r}; the only type is snapshot")
-        if unknown := set(value) - {"type", "snapshot", *cls.model_fields}:
-            raise ValueError(
-                f"unknown key {min(unknown)}; {nearest(min(unknown), ['type', 'snapshot'])}"
-            )
-        if "snapshot" not in value:
-            return {key: part for key, part in value.items() if key != "type"}
-        if beside := set(value) & set(cls.model_fields):
+        inner, outer = value["snapshot"], {k: v for k, v in value.items() if k != "snapshot"}
+        if inner is not None and not isinstance(inner, dict):
+            raise ValueError("snapshot must be a mapping with root_path")
+        if beside := set(outer) & (set(cls.model_fields) - {"type"}):
             raise ValueError(f"{min(beside)} stands beside snapshot; move it into snapshot")
-        return value["snapshot"] if value["snapshot"] is not None else {}
-
-    @field_validator("include_paths")
-    @classmethod
-    def _inside(cls, value: list[str] | None) -> list[str] | None:
-        for path in value or []:
-            if path.startswith(("/", "~")) or ".." in Path(path).parts or not path.strip():
-                raise ValueError(f"{path!r} must be relative to root_path, without ..")
-        return value
+        return {**outer, **(inner or {})}
 
     @field_validator("root_path")
     @classmethod
     def _exists(cls, value: str, info: ValidationInfo) -> str:
-        base = (info.context or {}).get("base", Path.cwd())
-        root = (base / Path(value).expanduser()).resolve()
+        root = (_base(info) / Path(value).expanduser()).resolve()
         if not root.is_dir():
             raise ValueError(f"{root} is not a folder; root_path is relative to the workload file")
         return str(root)
 
 
 class Permission(Part):
+    level: StrictStr = Field(min_length=1)
     user_name: StrictStr | None = None
     group_name: StrictStr | None = None
-    service_principal_name: StrictStr | None = None
-    level: StrictStr
+    service_principal_name: StrictStr | None = Field(None, validate_default=True)
 
-    @model_validator(mode="after")
-    def _one_principal(self) -> Self:
-        given = [
-            n for n in ("user_name", "group_name", "service_principal_name") if getattr(self, n)
-        ]
-        if len(given) != 1:
+    @field_validator("service_principal_name")
+    @classmethod
+    def _one_principal(cls, value: str | None, info: ValidationInfo) -> str | None:
+        names = {**info.data, "service_principal_name": value}
+        given = [n for n in _PRINCIPALS if names.get(n)]
+        if len(given) != 1 and set(_PRINCIPALS) <= set(names):
             raise ValueError(
                 f"{' and '.join(given) or 'no principal'} given; "
-                "give exactly one of user_name, group_name, service_principal_name"
+                f"give exactly one of {', '.join(_PRINCIPALS)}"
             )
-        return self
+        return value

@@ -81,13 +81,15 @@ def end_descendants(
 def end_marked(variable: str, value: str) -> int:
     """SIGKILL every process of ours whose environment has variable=value; their number.
 
-    The last resort after a guardian was itself killed: its command's processes carry the mark.
+    The last resort after a guardian was itself killed: its command's processes carry the mark,
+    and what they started with an environment of its own is found below them.
     """
     needle = f"{variable}={value}".encode()
-    own = os.getpid()
-    marked = [p for p in psutil.process_iter() if p.pid != own and needle in _environment(p.pid)]
-    _signal(marked, signal.SIGKILL)
-    return len(marked)
+    ended: set[int] = set()
+    while found := [p for p in _marked(needle) if p.pid not in ended and _runs(p)]:
+        _signal(found, signal.SIGKILL)
+        ended |= {process.pid for process in found}
+    return len(ended)
 
 
 def _wait_for_none(limit_s: float, reap: Callable[[], None], clock: Callable[[], float]) -> None:
@@ -95,6 +97,21 @@ def _wait_for_none(limit_s: float, reap: Callable[[], None], clock: Callable[[],
     while descendants() and clock() < deadline:
         time.sleep(0.02)
         reap()
+
+
+def _marked(needle: bytes) -> list[psutil.Process]:
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        if process.pid != os.getpid() and needle in _environment(process.pid):
+            found |= {p.pid: p for p in [process, *_below(process)]}
+    return list(found.values())
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
 
 
 def _environment(pid: int) -> list[bytes]:

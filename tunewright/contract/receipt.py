@@ -18,15 +18,17 @@ FINISHED = ("Completed", "Skipped")
 def events(path: Path) -> list[dict[str, Any]]:
     """The events of one attempt, oldest first; a torn last line (a killed writer) is left out."""
     try:
-        lines = path.read_text().splitlines()
-    except (FileNotFoundError, UnicodeDecodeError):
+        lines = path.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
         return []
     found = []
     for line in lines:
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
+            event = json.loads(line)
+        except ValueError:
             continue
+        if isinstance(event, dict):
+            found.append(event)
     return found
 
 

@@ -122,7 +122,8 @@ class RunDir:
     def attempts(self) -> list[int]:
         """Numbers of the attempts that were started, in order."""
         found = self.state.glob("attempt-*") if self.state.is_dir() else ()
-        return sorted(int(p.name.removeprefix("attempt-")) for p in found)
+        numbers = (p.name.removeprefix("attempt-") for p in found)
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def sealed_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
@@ -174,8 +175,16 @@ def hash_file(path: Path) -> str:
 
 
 def manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a sealed folder; None when it is not sealed."""
-    return read_json(folder / MANIFEST)
+    """The manifest of a sealed folder; None when it is not sealed by us."""
+    facts = read_json(folder / MANIFEST)
+    return facts if facts is not None and _lists_files(facts.get("files")) else None
+
+
+def _lists_files(files: Any) -> bool:
+    """Whether this is a seal's list of files: another tool's manifest.json is none."""
+    return isinstance(files, dict) and all(
+        isinstance(entry, dict) and {"size", "xxh3_128"} <= set(entry) for entry in files.values()
+    )
 
 
 def is_sealed(folder: Path) -> bool:
@@ -202,7 +211,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object from a small file; None when it is missing or torn."""
     try:
         found = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -227,5 +236,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    found = (p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    found = (p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
     return sorted(str(p.relative_to(folder)) for p in found)

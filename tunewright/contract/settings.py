@@ -7,32 +7,59 @@ Names are those of Hugging Face's trainers where they have one. A default has it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from tunewright.contract.failures import Problem, UserError
-from tunewright.contract.problems import nearest, problems_of
+from tunewright.contract.problems import leaves, problems_of, without_empty
 
 DEFAULT_PACK_TOKENS = 4096
 PATH_PREFIXES = ("/", "./", "../", "~")
 """A name that starts with one of these is a path; anything else is a Hub name."""
 
-_BATCH_NAMES = ("per_device_batch_size", "per_device_train_batch_size")
-_USERS_NAMES = (*_BATCH_NAMES, "gradient_accumulation_steps", "max_seq_len")
+_BATCH = ("per_device_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+_USERS_NAMES = (*_BATCH, "max_seq_len")
 
 
 class Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """Typed parameters. Text that is a number counts as one: `2e-5` is text to YAML."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    also_known: ClassVar[tuple[str, ...]] = _USERS_NAMES
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, value: Any) -> Any:
+        return without_empty(value)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_no_bools(cls, value: Any, info: ValidationInfo) -> Any:
+        kinds = leaves(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and bool not in kinds and {int, float} & {*kinds}:
+            raise ValueError(f"must be a number (found {str(value).lower()})")
+        return value
 
 
 class DataSettings(Settings):
     """Which rows become which tokens. Everything here is part of the fingerprint of the tokens."""
 
-    model_name: str = Field(description="Hub name, or a folder (./, ../, / or ~) with the model.")
+    model_name: str = Field(
+        min_length=1, description="Hub name, or a folder (./, ../, / or ~) with the model."
+    )
     model_revision: str | None = Field(None, description="Branch, tag or commit of a Hub model.")
-    dataset_name: str = Field(description="Hub name, or a file or folder of rows.")
+    dataset_name: str = Field(min_length=1, description="Hub name, or a file or folder of rows.")
     dataset_revision: str | None = Field(
         None, description="Branch, tag or commit of a Hub dataset."
     )
@@ -55,25 +82,35 @@ class DataSettings(Settings):
         "truncate", description="A row of more than max_length tokens."
     )
     max_length: int = Field(2048, ge=8, description="Longest row, in tokens.")
-    pack_tokens: int = Field(DEFAULT_PACK_TOKENS, ge=8, description="Tokens of a pack of rows.")
+    pack_tokens: int = Field(
+        DEFAULT_PACK_TOKENS, ge=8, validate_default=True, description="Tokens of a pack of rows."
+    )
     eval_fraction: float = Field(
         0.0, ge=0, lt=1, description="Share of the rows held out for evaluation, by content hash."
     )
     eval_dataset: str | None = Field(None, description="Rows for evaluation, like dataset_name.")
 
-    @model_validator(mode="after")
-    def _packs_hold_a_row(self) -> Self:
-        if self.pack_tokens < self.max_length:
+    # Rules between fields stand at the later one, so that they are checked beside other problems.
+    @field_validator("pack_tokens")
+    @classmethod
+    def _packs_hold_a_row(cls, value: int, info: ValidationInfo) -> int:
+        longest = info.data.get("max_length", 0)
+        if value < longest:
             raise ValueError(
-                f"pack_tokens is {self.pack_tokens} but max_length is {self.max_length}; "
+                f"pack_tokens is {value} but max_length is {longest}; "
                 "raise pack_tokens or lower max_length, a row must fit in a pack"
             )
-        if self.eval_fraction and self.eval_dataset:
+        return value
+
+    @field_validator("eval_dataset")
+    @classmethod
+    def _one_evaluation(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value and info.data.get("eval_fraction"):
             raise ValueError(
                 "eval_fraction and eval_dataset are both set; remove one, "
                 "rows for evaluation come from one place"
             )
-        return self
+        return value
 
 
 class FsdpSettings(DataSettings):
@@ -100,7 +137,10 @@ class FsdpSettings(DataSettings):
     max_steps: int | None = Field(None, ge=1, description="Optimizer steps; else num_train_epochs.")
     num_train_epochs: int = Field(1, ge=1)
     global_batch_tokens: int = Field(
-        16 * DEFAULT_PACK_TOKENS, ge=1, description="Tokens of one optimizer step, all ranks."
+        16 * DEFAULT_PACK_TOKENS,
+        ge=1,
+        validate_default=True,
+        description="Tokens of one optimizer step, all ranks.",
     )
     tokens_per_device: int | None = Field(
         None, ge=1, description="Tokens of one micro-batch on one rank; unset: one pack."
@@ -116,17 +156,16 @@ class FsdpSettings(DataSettings):
     output_dir: str | None = Field(None, description="The run's model folder; set by the launcher.")
     tokens_path: str | None = Field(None, description="Sealed tokens; set by the launcher.")
 
-    @model_validator(mode="after")
-    def _batches_are_whole_packs(self) -> Self:
-        for name in ("global_batch_tokens", "tokens_per_device"):
-            value = getattr(self, name)
-            if value is not None and value % self.pack_tokens:
-                raise ValueError(
-                    f"{name} is {value}, which is not a whole number of packs of "
-                    f"pack_tokens={self.pack_tokens}; nearest: "
-                    f"{_nearest_multiple(value, self.pack_tokens)}"
-                )
-        return self
+    @field_validator("global_batch_tokens", "tokens_per_device")
+    @classmethod
+    def _batches_are_whole_packs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        pack = info.data.get("pack_tokens")
+        if value is not None and pack and value % pack:
+            raise ValueError(
+                f"{info.field_name} is {value}, which is not a whole number of packs of "
+                f"pack_tokens={pack}; nearest: {_nearest_multiple(value, pack)}"
+            )
+        return value
 
     @property
     def packs_per_step(self) -> int:
@@ -150,15 +189,14 @@ def settings_of(
     global_batch_tokens with it, so that the batch does not depend on where the run happens.
     """
     model = RECIPES[recipe]
+    translated, problems = _translate(parameters, accelerators)
     try:
-        translated = _translate(parameters, accelerators)
-    except UserError as error:
-        return None, [Problem("parameters", str(error))]
-    try:
-        return model.model_validate(translated), []
+        settings = model.model_validate(translated)
     except ValidationError as error:
-        found = problems_of(error, model, ["parameters"])
-        return None, [_with_users_names(problem, model) for problem in found]
+        seen = {problem.path for problem in problems}
+        more = [_as_given(p, parameters) for p in problems_of(error, model, ["parameters"])]
+        return None, problems + [problem for problem in more if problem.path not in seen]
+    return (None if problems else settings), problems
 
 
 def load_settings(recipe: str, parameters: Mapping[str, Any]) -> FsdpSettings:
@@ -174,59 +212,68 @@ def is_path(name: str) -> bool:
     return name.startswith(PATH_PREFIXES) or name in (".", "..")
 
 
-def _translate(parameters: Mapping[str, Any], accelerators: int) -> dict[str, Any]:
-    """Users' names into ours; values that are not plain numbers are left for pydantic to name."""
-    found = dict(parameters)
+def _translate(
+    parameters: Mapping[str, Any], accelerators: int
+) -> tuple[dict[str, Any], list[Problem]]:
+    """The users' names turned into ours, and what is wrong with them."""
+    found, problems = without_empty(dict(parameters)), []
+    given = [name for name in _BATCH if name in found]
+    for one, other in (("max_seq_len", "max_length"), _BATCH[:2]):
+        if one in found and other in found:
+            problems.append(_both(one, other, "they mean the same, keep one"))
+    if given and "global_batch_tokens" in found:
+        problems.append(_both(given[0], "global_batch_tokens", "keep one way to say the batch"))
     if "max_seq_len" in found:
-        if "max_length" in found:
-            raise UserError("max_seq_len and max_length are both set; they mean the same, keep one")
         found["max_length"] = found.pop("max_seq_len")
-    batch_names = [name for name in _BATCH_NAMES if name in found]
-    if not batch_names and "gradient_accumulation_steps" not in found:
-        return found
-    if "global_batch_tokens" in found:
-        given = [
-            *batch_names,
-            *(["gradient_accumulation_steps"] if "gradient_accumulation_steps" in found else []),
-        ]
-        raise UserError(
-            f"global_batch_tokens and {' and '.join(given)} are both set; "
-            "keep one way to say the batch"
+    if not given:
+        return found, problems
+    factors = {name: found.pop(name) for name in given}
+    factors["max_length"] = found.get("max_length", DataSettings.model_fields["max_length"].default)
+    wrong = [name for name, factor in factors.items() if _positive(factor) is None]
+    problems += [_not_positive(name, factors[name]) for name in wrong if name != "max_length"]
+    if not wrong and not problems:
+        found |= _batch(
+            math.prod(_positive(f) or 0 for f in factors.values()) * accelerators, found
         )
-    if len(batch_names) == 2:
-        raise UserError(f"{' and '.join(batch_names)} mean the same; keep one")
-    rows = _positive(
-        found.pop(batch_names[0], 1) if batch_names else 1, batch_names[0] if batch_names else ""
-    )
-    accumulation = _positive(
-        found.pop("gradient_accumulation_steps", 1), "gradient_accumulation_steps"
-    )
-    length = _positive(
-        found.get("max_length", DataSettings.model_fields["max_length"].default), "max_length"
-    )
-    found["global_batch_tokens"] = total = rows * accumulation * accelerators * length
-    if "pack_tokens" not in found and (total % DEFAULT_PACK_TOKENS or length > DEFAULT_PACK_TOKENS):
-        found["pack_tokens"] = length
-    return found
+    return found, problems
 
 
-def _positive(value: Any, name: str) -> int:
+def _batch(total: int, found: Mapping[str, Any]) -> dict[str, int]:
+    """The batch in tokens; with packs of the rows' length where the usual ones do not fit it."""
+    length = _positive(found.get("max_length")) or DataSettings.model_fields["max_length"].default
+    usual = total % DEFAULT_PACK_TOKENS == 0 and length <= DEFAULT_PACK_TOKENS
+    packs = {} if usual or "pack_tokens" in found else {"pack_tokens": length}
+    return {"global_batch_tokens": total, **packs}
+
+
+def _both(one: str, other: str, way_out: str) -> Problem:
+    return Problem(f"parameters.{one}", f"{one} and {other} are both set; {way_out}")
+
+
+def _not_positive(name: str, value: Any) -> Problem:
+    message = f"must be a whole number of at least 1 (found {value!r})"
+    return Problem(f"parameters.{name}", message)
+
+
+def _positive(value: Any) -> int | None:
+    """A whole number of at least 1, also as text; None for anything else."""
     try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = 0
-    if number < 1 or isinstance(value, bool) or number != float(value):
-        raise UserError(f"{name} must be a whole number of at least 1 (found {value!r})")
-    return number
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    whole = not isinstance(value, bool) and number >= 1 and number.is_integer()
+    return int(number) if whole else None
 
 
 def _nearest_multiple(value: int, unit: int) -> int:
     return max(1, round(value / unit)) * unit
 
 
-def _with_users_names(problem: Problem, model: type[BaseModel]) -> Problem:
-    """Let the suggestion for an unknown key know the users' names too."""
-    if not problem.message.startswith("unknown key;"):
+def _as_given(problem: Problem, parameters: Mapping[str, Any]) -> Problem:
+    """Name the user's key where the value came from it."""
+    name = problem.path.removeprefix("parameters.")
+    aliases = {"max_length": ("max_seq_len",), "global_batch_tokens": _BATCH}.get(name, ())
+    theirs = next((alias for alias in aliases if alias in parameters), None)
+    if theirs is None or name in parameters:
         return problem
-    known = {*model.model_fields, *_USERS_NAMES}
-    return Problem(problem.path, f"unknown key; {nearest(problem.path.split('.')[-1], known)}")
+    return Problem(f"parameters.{theirs}", problem.message)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import (
     Field,
     StrictInt,
     StrictStr,
     ValidationError,
+    ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from tunewright.contract import document
@@ -45,12 +45,20 @@ RESERVED_VARIABLES = frozenset(
 )
 PATH_PARAMETERS = ("model_name", "dataset_name", "eval_dataset")
 """Parameters of a recipe that may be paths."""
+LONGEST_VALUE = 128_000
+"""Bytes that Linux takes for one argument or variable, with room for what stands before it."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _SECRET = re.compile(r"[A-Za-z0-9_.-]{1,128}/[A-Za-z0-9_.-]{1,128}\Z")
 _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\Z")
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:\S+\Z")
-_OUR_COMMAND = re.compile(r"(?<![\w./-])tunewright\.recipes\.([A-Za-z0-9_]+)(?![\w.])")
+_OUR_COMMAND = re.compile(r"(?<![\w./=-])tunewright\.recipes\.([A-Za-z0-9_]+)(?![\w./-])")
+_QUOTE_OR_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|(?<!\S)#[^\n]*""", re.DOTALL)
+_OTHER_PATHS = (
+    "code_source.root_path",
+    "code_source.snapshot.root_path",
+    "environment.dependencies",
+)
 
 
 class Workload(Part):
@@ -74,19 +82,6 @@ class Workload(Part):
     usage_policy_name: StrictStr | None = None
     usage_policy_id: StrictStr | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_containers(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "containers" in value:
-            raise ValueError(
-                "containers (several images by rank) is valid on the platform but not supported "
-                "here; use one environment for all ranks"
-            )
-        # An empty block (`env_variables:` and nothing below) is one that is not there.
-        return (
-            {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-        )
-
     @field_validator("command")
     @classmethod
     def _command(cls, value: str) -> str:
@@ -95,30 +90,11 @@ class Workload(Part):
         if (lines := len(value.splitlines())) > 1000:
             raise ValueError(f"has {lines} lines, at most 1,000; move the script into code_source")
         if "\0" in value:
-            raise ValueError("contains a NUL byte, which no shell accepts")
-        return value
-
-    @field_validator("env_variables", "secrets")
-    @classmethod
-    def _variables(cls, value: dict[str, str]) -> dict[str, str]:
-        for name, content in value.items():
-            if not _VARIABLE.match(name):
-                raise ValueError(f"{name!r} is not a variable name; use letters, digits and _")
-            if name in RESERVED_VARIABLES:
-                raise ValueError(f"{name} is set by the platform for every node; use another name")
-            if "\0" in content:
-                raise ValueError(f"{name} contains a NUL byte, which no environment accepts")
-        return value
-
-    @field_validator("secrets")
-    @classmethod
-    def _references(cls, value: dict[str, str]) -> dict[str, str]:
-        for name, reference in value.items():
-            if not _SECRET.match(reference):
-                raise ValueError(
-                    f"{name} must be a reference scope/key with exactly one / "
-                    "(letters, digits, - _ . up to 128 each); never the value itself"
-                )
+            raise ValueError("contains a NUL byte, which no shell accepts; remove it")
+        if (size := len(value.encode("utf-8", "replace"))) > LONGEST_VALUE:
+            raise ValueError(
+                f"has {size:,} bytes, at most {LONGEST_VALUE:,}; move the script into code_source"
+            )
         return value
 
     @field_validator("mlflow_experiment_directory")
@@ -149,16 +125,12 @@ class Workload(Part):
             raise ValueError(f"{value!r} is not a UUID")
         return value
 
-    @model_validator(mode="after")
-    def _between_fields(self) -> Self:
-        if both := sorted(set(self.env_variables) & set(self.secrets)):
-            raise ValueError(f"{', '.join(both)} is in env_variables and in secrets; keep one")
-        if self.usage_policy_name and self.usage_policy_id:
+    @field_validator("usage_policy_id")
+    @classmethod
+    def _one_policy(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value and info.data.get("usage_policy_name"):
             raise ValueError("usage_policy_name and usage_policy_id are both set; keep one")
-        output_dir = self.parameters.get("output_dir")
-        if output_dir is not None and not (isinstance(output_dir, str) and output_dir.strip()):
-            raise ValueError(f"parameters.output_dir is {output_dir!r}; it must be a path")
-        return self
+        return value
 
     @classmethod
     def load(
@@ -174,17 +146,19 @@ class Workload(Part):
         else:
             path = Path(source).expanduser().absolute()
             name, base, found = str(source), path.parent, document.read(path)
-        overrides = {key: _from_here(key, value) for key, value in (overrides or {}).items()}
-        found, problems = document.override(found, overrides)
+        found, problems = document.override(found, overrides or {})
+        recipe = recipe_of(found.get("command"))
+        _from_here(found, overrides or {}, recipe)
+        problems += [*_rules(found), *_recipe_problems(found, recipe)]
         try:
-            workload = cls.model_validate(found, context={"base": base})
+            kept = {key: part for key, part in found.items() if key != "containers"}
+            workload = cls.model_validate(kept, context={"base": base})
         except ValidationError as error:
-            raise WorkloadError(name, problems + problems_of(error, cls)) from None
-        workload = workload.model_copy(update={"parameters": _absolute(workload, base)})
-        problems += workload.recipe_problems()
+            own = [_as_written(problem, found) for problem in problems_of(error, cls)]
+            raise WorkloadError(name, own + problems) from None
         if problems:
             raise WorkloadError(name, problems)
-        return workload
+        return workload.model_copy(update={"parameters": _absolute(workload, base)})
 
     @property
     def nodes(self) -> int:
@@ -198,9 +172,7 @@ class Workload(Part):
     @cached_property
     def recipe(self) -> str | None:
         """The recipe's name when the command is ours, else None."""
-        lines = [line for line in self.command.splitlines() if not line.lstrip().startswith("#")]
-        found = _OUR_COMMAND.search("\n".join(lines))
-        return found[1] if found else None
+        return recipe_of(self.command)
 
     @cached_property
     def settings(self) -> FsdpSettings | None:
@@ -210,18 +182,9 @@ class Workload(Part):
         settings, _ = settings_of(self.recipe, self.parameters, self.compute.num_accelerators)
         return settings
 
-    def recipe_problems(self) -> list[Problem]:
-        """What is wrong between the command and the parameters."""
-        if self.recipe is None:
-            return []
-        if self.recipe not in RECIPES:
-            hint = nearest(self.recipe, RECIPES)
-            return [Problem("command", f"tunewright.recipes.{self.recipe} is not a recipe; {hint}")]
-        return settings_of(self.recipe, self.parameters, self.compute.num_accelerators)[1]
-
     def document(self) -> dict[str, Any]:
         """The effective workload as plain values, defaults left out; secret names only."""
-        return self.model_dump(mode="json", exclude_defaults=True)
+        return self.model_dump(exclude_defaults=True)
 
     @property
     def sha256(self) -> str:
@@ -243,26 +206,115 @@ class Workload(Part):
         return found
 
 
-def _from_here(key: str, value: Any) -> Any:
-    """A relative path given by --set is relative to the working directory."""
-    if (
-        key.removeprefix("parameters.") in PATH_PARAMETERS
-        and isinstance(value, str)
-        and is_path(value)
-    ):
-        return str(_resolve(value, Path.cwd()))
-    return value
+def recipe_of(command: Any) -> str | None:
+    """The recipe that a shell word of a command names, comments apart; None without one."""
+    if not isinstance(command, str):
+        return None
+    words = _QUOTE_OR_COMMENT.sub(lambda m: "" if m[0].startswith("#") else m[0], command)
+    found = _OUR_COMMAND.search(words)
+    return found[1] if found else None
+
+
+def _rules(found: Mapping[str, Any]) -> Iterator[Problem]:
+    """Rules that look at several fields, or at their names: one problem for each offence."""
+    if "containers" in found:
+        yield Problem(
+            "containers",
+            "(several images by rank) is valid on the platform but not supported here; "
+            "use one environment for all ranks",
+        )
+    variables, secrets = (_mapping(found.get(key)) for key in ("env_variables", "secrets"))
+    for block, values in (("env_variables", variables), ("secrets", secrets)):
+        for name, content in values.items():
+            if isinstance(name, str) and (reason := _wrong_variable(name, content)):
+                yield Problem(f"{block}.{name}", reason)
+    for name, reference in secrets.items():
+        if isinstance(reference, str) and not _SECRET.match(reference):
+            yield Problem(
+                f"secrets.{name}",
+                "must be a reference scope/key with exactly one / "
+                "(letters, digits, - _ . up to 128 each); never the value itself",
+            )
+        if name in variables:
+            yield Problem(f"secrets.{name}", "is in env_variables too; keep one of them")
+    output_dir = _mapping(found.get("parameters")).get("output_dir", "/")
+    if not (isinstance(output_dir, str) and output_dir.strip()) or _URI.match(output_dir):
+        yield Problem(
+            "parameters.output_dir",
+            f"is {output_dir!r}; write a folder, e.g. /Volumes/catalog/schema/volume/runs",
+        )
+
+
+def _wrong_variable(name: str, content: Any) -> str | None:
+    if not _VARIABLE.match(name):
+        return "is not a variable name; use letters, digits and _, not starting with a digit"
+    if name in RESERVED_VARIABLES:
+        return "is set by the platform for every node; use another name"
+    if isinstance(content, str) and "\0" in content:
+        return "contains a NUL byte, which no environment accepts; remove it"
+    if isinstance(content, str) and len(content.encode("utf-8", "replace")) > LONGEST_VALUE:
+        return f"has more than {LONGEST_VALUE:,} bytes; put it into a file of code_source"
+    return None
+
+
+def _recipe_problems(found: Mapping[str, Any], recipe: str | None) -> list[Problem]:
+    """What is wrong between the command and the parameters."""
+    if recipe is None:
+        return []
+    if recipe not in RECIPES:
+        hint = nearest(recipe, RECIPES)
+        return [Problem("command", f"tunewright.recipes.{recipe} is not a recipe; {hint}")]
+    parameters = found.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        return []
+    named = {key: value for key, value in (parameters or {}).items() if isinstance(key, str)}
+    accelerators = _mapping(found.get("compute")).get("num_accelerators")
+    count = accelerators if isinstance(accelerators, int) and accelerators > 0 else 1
+    return settings_of(recipe, named, count)[1]
+
+
+def _as_written(problem: Problem, found: Mapping[str, Any]) -> Problem:
+    """The path as the file has it: below code_source.snapshot in that dialect."""
+    head, _, rest = problem.path.partition(".")
+    source = _mapping(found.get(head))
+    if head != "code_source" or not rest or "snapshot" not in source:
+        return problem
+    if rest.partition(".")[0] in source or rest == "type":
+        return problem
+    return Problem(f"code_source.snapshot.{rest}", problem.message)
+
+
+def _from_here(found: dict[str, Any], overrides: Mapping[str, Any], recipe: str | None) -> None:
+    """Make a relative path that came by --set relative to the working directory."""
+    for path in [*_OTHER_PATHS, *(f"parameters.{name}" for name in _path_names(recipe))]:
+        if not any(path == key or path.startswith(f"{key}.") for key in overrides):
+            continue
+        *parents, last = path.split(".")
+        place = found
+        for parent in parents:
+            place = _mapping(place.get(parent))
+        value = place.get(last)
+        if isinstance(value, str) and (path in _OTHER_PATHS or is_path(value)):
+            place[last] = str(_resolve(value, Path.cwd()))
+
+
+def _path_names(recipe: str | None) -> tuple[str, ...]:
+    """Parameters that are paths of ours; for a user's own command only output_dir."""
+    return (*PATH_PARAMETERS, "output_dir") if recipe else ("output_dir",)
 
 
 def _absolute(workload: Workload, base: Path) -> dict[str, Any]:
-    """The parameters with our recipe's paths made absolute; a user's own are left alone."""
+    """The parameters with our paths made absolute; a user's own are left alone."""
     parameters = dict(workload.parameters)
-    names = PATH_PARAMETERS if workload.recipe else ()
-    for name in names:
+    for name in _path_names(workload.recipe):
         value = parameters.get(name)
-        if isinstance(value, str) and is_path(value):
+        if isinstance(value, str) and (is_path(value) or name == "output_dir"):
             parameters[name] = str(_resolve(value, base))
     return parameters
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _resolve(value: str, base: Path) -> Path:

@@ -37,7 +37,16 @@ from tunewright.training.world import World
 
 KIND = "checkpoint"
 HF_FOLDER = "hf"
-_USERS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+_USERS_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EEXIST,
+}
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import torch
 
+from tunewright.contract.failures import UserError
 from tunewright.training.checkpoint import Found, Progress
 from tunewright.training.step import StepResult
 from tunewright.training.tracking import Tracking
@@ -30,13 +31,12 @@ class Journal:
         self.attempt = attempt
         self.logging_steps = logging_steps
         self.tracking = Tracking.of(world.main)
-        self._file = None
+        self._file: IO[str] | None = None
         self._begun = self._mark = time.perf_counter()
         self._speeds: list[tuple[int, float]] = []
         self._steps = 0
         if world.main:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a")
+            self._file = _opened(path)
 
     def started(
         self, found: Found, steps: int, facts: Mapping[str, Any], parameters: Mapping[str, Any]
@@ -132,6 +132,16 @@ class Journal:
         """Since the last thing told."""
         before, self._mark = self._mark, time.perf_counter()
         return self._mark - before
+
+
+def _opened(path: Path) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a")
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror}; set output_dir to a folder that can be written"
+        ) from error
 
 
 def step_line(step: int, steps: int, rate: float, result: StepResult, speed: float) -> str:

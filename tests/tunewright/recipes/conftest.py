@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -23,6 +24,15 @@ ROOT = Path(__file__).parents[3]
 OURS = ("TUNEWRIGHT_", "MLFLOW_", "HYPERPARAMETERS_PATH", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 Hyperparameters = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small for more, and on a busy machine threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +121,7 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[dict[str, Any]]]]:
+def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Run the recipe in this process, as the only rank; returns the events of all attempts."""
     from tunewright.recipes import fsdp
 
@@ -130,7 +140,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[dict[st
                 dist.destroy_process_group()
         return read_events(output_dir / "events.jsonl")
 
-    yield run
+    return run
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import resource
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from torch.distributed import HashStore
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tunewright.contract import rundir
 from tunewright.contract.failures import DataError, NonFinite, UserError, reported
 from tunewright.contract.rundir import RunDir
+from tunewright.contract.settings import FsdpSettings
+from tunewright.training.model import build, find_base
+from tunewright.training.optimizer import adamw
+from tunewright.training.step import Trainer
+from tunewright.training.world import World
 
 LLAMA = Path(__file__).parents[2] / "data" / "models" / "llama"
 
@@ -95,7 +103,7 @@ def test_checkpoints_are_sealed_pruned_and_complete(straight, finished, model_fo
     assert json.loads((folder / "hf" / "config.json").read_text())["dtype"] == "float32"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_alone_makes_the_model(straight, finished, store):
     """Its `model.` tensors and hf/ folder give transformers the loss that was measured."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -107,6 +115,7 @@ def test_a_checkpoint_alone_makes_the_model(straight, finished, store):
     assert set(names) == dict(model.named_parameters()).keys()
     weights = {f"model.{name}": model.get_parameter(name).detach() for name in names}
     load(weights, checkpoint_id=folder, no_dist=True)
+    model.requires_grad_(False)
 
     total, count = 0.0, 0
     for pack in store.eval:
@@ -211,24 +220,35 @@ def test_settings_that_leave_the_model_alone_may_change(interrupted, here, hyper
     assert [s for s, _ in rundir.sealed_checkpoints(interrupted.checkpoints)] == [12]
 
 
-def test_a_loss_that_is_no_number_stops_before_the_weights_change(
-    here, hyperparameters, tmp_path, monkeypatch
-):
+def test_a_gradient_that_is_no_number_ends_the_run(here, hyperparameters, tmp_path, monkeypatch):
     out, failures = tmp_path / "out", tmp_path / "failures"
     failures.mkdir()
     monkeypatch.setenv("TUNEWRIGHT_FAILURE_DIR", str(failures))
     wild = hyperparameters(learning_rate=1e30, save_steps=1, warmup_steps=0, eval_steps=100)
-    with pytest.raises(SystemExit) as ended, reported():
-        try:
-            here(wild, out)
-        except NonFinite as error:
-            assert "Rows " in str(error)
-            raise
-    assert ended.value.code == 1
+    with pytest.raises(SystemExit, match="1"), reported():
+        here(wild, out)
     failure = json.loads((failures / "rank-0.json").read_text())
     assert failure["class"] == "nonfinite"
-    assert failure["message"].startswith("step 2: loss nan")
+    assert re.match(r"step 2: loss .*, gradient norm nan; .* Rows \d+, ", failure["message"])
     assert [s for s, _ in rundir.sealed_checkpoints(RunDir(out).checkpoints)] == [1]
+
+
+def test_what_is_no_number_does_not_touch_the_weights(store, model_folder):
+    settings = FsdpSettings(
+        model_name=str(model_folder), dataset_name="unused", init="random", weight_decay=0.1
+    )
+    world = World(0, 1, torch.device("cpu"), HashStore())
+    with world.group():
+        model = build(find_base(settings), settings, world)
+        trainer = Trainer(model, adamw(model.parameters, settings), store.train, world, 1, 1.0)
+        broken = model.parameters["model.norm.weight"].detach().to_local()
+        torch.nn.init.constant_(broken, math.nan)
+        before = {name: p.full_tensor().clone() for name, p in model.parameters.items()}
+        with pytest.raises(NonFinite, match="step 3: loss nan") as stopped:
+            trainer.take(3, [0, 1], rate=0.1)
+        after = {name: p.full_tensor() for name, p in model.parameters.items()}
+    assert all(torch.equal(before[n], after[n]) or n == "model.norm.weight" for n in before)
+    assert f"Rows {store.train.source_rows(0)[0]}, " in str(stopped.value)
 
 
 def test_a_step_without_labels_changes_nothing(here, hyperparameters, tools, tmp_path, capsys):
@@ -242,9 +262,32 @@ def test_a_step_without_labels_changes_nothing(here, hyperparameters, tools, tmp
     assert "step 2/2  no supervised tokens, skipped" in capsys.readouterr().out
 
 
+@pytest.fixture
+def small_files():
+    """Files above 200 kB cannot be written, as on a volume that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_checkpoint_that_does_not_fit_is_explained_and_not_trusted(
+    here, hyperparameters, tmp_path, small_files
+):
+    with pytest.raises(UserError, match=r"cannot write the checkpoint .*free some space"):
+        here(hyperparameters(), tmp_path / "out")
+    assert rundir.sealed_checkpoints(RunDir(tmp_path / "out").checkpoints) == []
+
+
+def test_a_place_that_cannot_be_written_is_explained(here, hyperparameters, tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(UserError, match="set output_dir to a folder that can be written"):
+        here(hyperparameters(), tmp_path / "out")
+
+
 def test_packs_of_another_size_are_refused(here, hyperparameters, tmp_path):
     other = hyperparameters(pack_tokens=64, global_batch_tokens=256)
-    with pytest.raises(UserError, match="pack_tokens is 64, but the packs .* made with 32"):
+    with pytest.raises(UserError, match=r"pack_tokens is 64, but the packs .* made with 32"):
         here(other, tmp_path / "out")
 
 
@@ -279,9 +322,7 @@ def test_without_hyperparameters_both_ways_are_named(monkeypatch):
 
 
 def test_without_tokens_it_tokenizes_first(here, tmp_path):
-    rows = [
-        {"instruction": f"Count to {n}", "input": "", "output": "one " * n} for n in range(1, 30)
-    ]
+    rows = [{"instruction": f"Say it {n} times", "output": "one " * n} for n in range(1, 30)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     parameters = tmp_path / "h.yaml"
     parameters.write_text(

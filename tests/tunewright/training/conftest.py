@@ -33,6 +33,15 @@ SMALL = {
 ModelFolder = Callable[..., Path]
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small for more, and on a busy machine threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def alone() -> Iterator[World]:
     """The only rank, with its process group."""

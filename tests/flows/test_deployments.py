@@ -1,0 +1,108 @@
+"""The deployments as their users run them: deploy from the root, worker and run from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.flows.cli import FEW_STEPS, ROOT, Home
+
+pytestmark = pytest.mark.flow
+
+PREFECT = [sys.executable, "-m", "prefect"]
+LLAMA = ROOT / "tests" / "data" / "models" / "llama"
+
+
+@pytest.fixture(scope="module")
+def worker(prefect_server, tmp_path_factory) -> Iterator[Home]:
+    """A process pool with everything deployed and a worker that runs in a folder of its own."""
+    path = tmp_path_factory.mktemp("worker")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
+    env = {
+        **kept, "PREFECT_API_URL": prefect_server, "TUNEWRIGHT_HOME": str(path),
+        "HF_TOKEN": "hf_of_the_worker", "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "PREFECT_WORKER_PREFETCH_SECONDS": "1",
+    }  # fmt: skip
+    home = Home(path, env)
+    made = _prefect(home, ROOT, "work-pool", "create", "tunewright", "--type", "process")
+    assert made.returncode == 0, made.stderr
+    deploy = ["deploy", "--prefect-file", "deployments/prefect.yaml", "--all", "--no-prompt"]
+    deployed = _prefect(home, ROOT, *deploy)
+    assert deployed.returncode == 0, deployed.stdout + deployed.stderr
+    with (path / "worker.log").open("w") as log:
+        process = subprocess.Popen(
+            [*PREFECT, "worker", "start", "--pool", "tunewright"],
+            env=env, cwd=path, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    yield home
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(60)
+
+
+def _prefect(home: Home, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in home.env.items() if k != "HF_TOKEN"}
+    return subprocess.run(
+        [*PREFECT, *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=280
+    )
+
+
+def _deployment_run(
+    worker: Home, name: str, **parameters: object
+) -> subprocess.CompletedProcess[str]:
+    words = [f"--param={key}={json.dumps(value)}" for key, value in parameters.items()]
+    return _prefect(worker, worker.path, "deployment", "run", name, *words, "--watch")
+
+
+def test_everything_is_deployed(worker, api) -> None:
+    found = {d["name"]: d for d in api("/deployments/filter", {})}
+    assert found.keys() == {"tiny", "alpaca", "llama"}
+    assert [bool(found[name]["schedules"]) for name in ("tiny", "alpaca", "llama")] == [
+        False,
+        True,
+        False,
+    ]
+    assert found["tiny"]["global_concurrency_limit"]["limit"] == 1
+    assert found["tiny"]["parameters"] == {"workload": "deployments/tiny.yaml", "simulate": True}
+
+
+def test_tiny(worker) -> None:
+    found = _deployment_run(worker, "sft/tiny", set=FEW_STEPS)
+    assert found.returncode == 0, found.stdout + found.stderr
+    (run,) = worker.runs("tiny")
+    receipt = json.loads((run / "receipt.json").read_text())
+    assert receipt["registered"] == {"name": "tiny", "version": 1, "alias": None}
+
+
+def test_llama_is_refused_by_name_until_its_target_exists(worker) -> None:
+    found = _deployment_run(worker, "sft/llama")
+    assert found.returncode == 1
+    assert "target databricks" in found.stdout + found.stderr
+
+
+def test_llama_on_two_simulated_nodes(worker) -> None:
+    sets = {
+        "parameters.model_name": str(LLAMA),
+        "parameters.init": "random",
+        "parameters.dataset_name": str(ROOT / "deployments" / "demo.jsonl"),
+        "parameters.max_seq_len": 128,
+        "parameters.max_steps": 3,
+    }
+    found = _deployment_run(worker, "sft/llama", simulate=True, target="local", set=sets)
+    assert found.returncode == 0, found.stdout + found.stderr
+    folder = worker.path / "Volumes/main/default/air_checkpoints/llama31-8b-sft"
+    (run,) = folder.glob("llama-*")
+    receipt = json.loads((run / "receipt.json").read_text())
+    assert (receipt["nodes"], receipt["world_size"], receipt["steps"]) == (2, 2, 3)
+    assert receipt["registered"] == {"name": "llama", "version": 1, "alias": None}
+    assert not [p for p in run.rglob("*") if p.is_file() and b"hf_of_the_worker" in p.read_bytes()]
+    planned = json.loads(
+        worker.call("check", str(ROOT / "deployments/llama.yaml"), "--json").stdout
+    )
+    assert (planned["attempts"], planned["timeout_minutes"]) == (2, 120)
