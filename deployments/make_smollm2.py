@@ -37,9 +37,7 @@ def main() -> None:
         return
     convert(gguf_file(), folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    print(
-        f"{folder}: {size / 1e6:.0f} MB in {time.monotonic() - started:.0f} s", file=sys.stderr
-    )
+    print(f"{folder}: {size / 1e6:.0f} MB in {time.monotonic() - started:.0f} s", file=sys.stderr)
 
 
 def gguf_file() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import tomllib
 from pathlib import Path
@@ -57,11 +58,11 @@ def cancel(run: str) -> int:
 
 
 def _post(path: str, body: dict[str, Any]) -> Any:
-    base, key = url(), setting("PREFECT_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    base = (url() or "").rstrip("/")
     try:
-        answer = httpx.post(f"{base}{path}", json=body, headers=headers, timeout=_TIMEOUT_S)
+        answer = httpx.post(f"{base}{path}", json=body, headers=_headers(), timeout=_TIMEOUT_S)
         answer.raise_for_status()
+        return answer.json()
     except httpx.HTTPStatusError as error:
         code = error.response.status_code
         raise ApiFailed(f"the Prefect API at {base} answered {code} to {path}") from None
@@ -70,4 +71,15 @@ def _post(path: str, body: dict[str, Any]) -> Any:
             f"the Prefect API at {base} cannot be reached ({error}); "
             "start it, or unset PREFECT_API_URL"
         ) from None
-    return answer.json()
+    except ValueError:
+        raise ApiFailed(
+            f"what answers at {base} is not the Prefect API; PREFECT_API_URL ends in /api"
+        ) from None
+
+
+def _headers() -> dict[str, str]:
+    if key := setting("PREFECT_API_KEY"):
+        return {"Authorization": f"Bearer {key}"}
+    if pair := setting("PREFECT_API_AUTH_STRING"):
+        return {"Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
+    return {}

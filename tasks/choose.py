@@ -66,13 +66,13 @@ def _new(root: Path, experiment: str, identity: Mapping[str, Any]) -> Chosen:
     try:
         run.state.mkdir(parents=True)
         write_json(run.identity, {"run": run.name, "created": time.time(), **identity})
+        lock = Lock(run.lock)
+        lock.take()
     except OSError as error:
         raise UserError(
             f"the run's folder {run.root} cannot be written: {error.strerror}; "
             "set parameters.output_dir (or TUNEWRIGHT_HOME) to a folder that can"
         ) from None
-    lock = Lock(run.lock)
-    lock.take()
     return Chosen(run, lock, f"new run {run.name}")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from tasks import volumes
 from tunewright.contract.rundir import RunDir
+from tunewright.contract.settings import BATCH_NAMES
 from tunewright.contract.workload import Workload
 
 
@@ -89,14 +90,9 @@ def _steps(found: Mapping[str, Any]) -> list[str]:
 def _batch(workload: Workload) -> dict[str, Any]:
     settings = workload.settings
     assert settings is not None
-    given = "global_batch_tokens" in workload.parameters
-    users = "per_device_batch_size" in workload.parameters
-    derived = (
-        f" (from per_device_batch_size, gradient_accumulation_steps and "
-        f"{workload.compute.num_accelerators} accelerators)"
-        if users and not given
-        else ""
-    )
+    users = [name for name in BATCH_NAMES if workload.parameters.get(name) is not None]
+    count = workload.compute.num_accelerators
+    derived = f" (from {', '.join(users)} and {count} accelerators)" if users else ""
     return {
         "global_batch_tokens": settings.global_batch_tokens,
         "pack_tokens": settings.pack_tokens,

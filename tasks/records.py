@@ -31,8 +31,8 @@ def known() -> list[str]:
 
 def entry(name: str) -> dict[str, Any]:
     """{"folder", "flow_run_id"} of a run; raises UserError for an unknown one."""
-    found = read_json(home() / "runs" / name) if name else None
-    if found is None:
+    found = read_json(home() / "runs" / name) if name in known() else None
+    if found is None or not isinstance(found.get("folder"), str):
         raise UserError(f"there is no run {name!r} on this machine; {nearest(name, known()[:20])}")
     return found
 

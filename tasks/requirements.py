@@ -22,7 +22,7 @@ def check(workload: Workload) -> list[str]:
     image = workload.environment.docker_image or workload.environment.unity_catalog_image
     if image:
         notes.append("environment names an image; on this machine its packages are not checked")
-    for line in workload.environment.dependencies:
+    for line in filter(_says_something, workload.environment.dependencies):
         requirement = _parse(line)
         if requirement is None:
             notes.append(f"dependency {line!r} is not a plain requirement and is not checked here")
@@ -33,6 +33,10 @@ def check(workload: Workload) -> list[str]:
         line = " ".join(shlex.quote(line) for line, _ in unmet)
         raise UserError(f"environment.dependencies are not met: {reasons}; pip install {line}")
     return notes
+
+
+def _says_something(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _parse(line: str) -> Requirement | None:

@@ -24,7 +24,8 @@ from tunewright.contract.rundir import hash_file
 
 _CREDENTIALS = (
     ".env", ".env.*", "*.pem", "*.key", "*.p12", "*.pfx", ".databrickscfg", "id_rsa*", "id_dsa*",
-    "id_ecdsa*", "id_ed25519*", ".netrc", ".git-credentials", ".pypirc", "credentials.json",
+    "id_ecdsa*", "id_ed25519*", ".netrc", ".git-credentials", ".pypirc", ".npmrc", "credentials",
+    "credentials.json",
     "service-account*.json",
 )  # fmt: skip
 _NEVER = (".git", "._*", "__pycache__")
@@ -52,16 +53,32 @@ def snapshot(source: CodeSource) -> Snapshot:
     root = Path(source.root_path)
     if source.git is not None:
         return _of_commit(root, source)
-    listed = _git_files(root)
-    everything = set(_walk(root))
-    files = everything & listed if listed is not None else everything
-    wanted = {f for f in files if _included(f, source.include_paths)}
-    secret = {f for f in wanted if _credential(f) and f not in (source.include_paths or ())}
-    kept = sorted(wanted - secret)
-    if not kept:
-        raise UserError(f"code_source: nothing to pack in {root}; see root_path and include_paths")
-    left_out = tuple(sorted(everything - wanted))
-    return Snapshot(root, tuple(kept), left_out, tuple(sorted(secret)), _digest(root, kept))
+    listed, everything = _git_files(root), set(_walk(root))
+    named = everything & {_normal(path) for path in source.include_paths or ()}
+    # A file that include_paths names is meant, whatever git ignores.
+    files = everything if listed is None else everything & (listed | named)
+    kept, secret = _chosen(root, files, source)
+    left_out = tuple(sorted(everything - set(kept) - set(secret)))
+    return Snapshot(root, tuple(kept), left_out, tuple(secret), _digest(root, kept))
+
+
+def _chosen(root: Path, files: set[str], source: CodeSource) -> tuple[list[str], list[str]]:
+    """The files to pack, and those left out because they look like credentials; both sorted."""
+    include = None if source.include_paths is None else [_normal(p) for p in source.include_paths]
+    for path in include or ():
+        if not any(_is_below(name, path) for name in files):
+            raise UserError(
+                f"code_source.include_paths: {path!r} is nothing that can be packed in {root}; "
+                "it is missing, empty, or ignored by git"
+            )
+    wanted = {f for f in files if include is None or any(_is_below(f, p) for p in include)}
+    secret = {f for f in wanted if _credential(f) and f not in (include or ())}
+    if not wanted - secret:
+        raise UserError(
+            f"code_source: nothing to pack in {root}; "
+            "see root_path, include_paths and what git ignores there"
+        )
+    return sorted(wanted - secret), sorted(secret)
 
 
 def notes(packed: Snapshot) -> list[str]:
@@ -85,14 +102,27 @@ def unpack(packed: Snapshot, into: Path) -> Path:
     draft = into / f".{packed.folder}.{os.getpid()}"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
+    try:
+        _copy(packed, draft)
+        os.replace(draft, place)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return place
+
+
+def _copy(packed: Snapshot, draft: Path) -> None:
     if packed.commit:
         _extract(packed, draft)
-    else:
+        return
+    try:
         for name in packed.files:
             (draft / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(packed.root / name, draft / name, follow_symlinks=False)
-    os.replace(draft, place)
-    return place
+        same = _digest(draft, packed.files) == packed.sha256
+    except FileNotFoundError:
+        same = False
+    if not same:
+        raise UserError(f"code_source: {packed.root} changed while it was packed; start again")
 
 
 def commit_of(folder: Path) -> tuple[str | None, bool]:
@@ -107,35 +137,57 @@ def commit_of(folder: Path) -> tuple[str | None, bool]:
 def _of_commit(root: Path, source: CodeSource) -> Snapshot:
     assert source.git is not None
     name = source.git.commit or source.git.branch
-    found = _git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    found = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
     if found is None:
         raise UserError(f"code_source.git: {root} has no branch or commit {name!r}")
     commit = found.decode().strip()
-    listing = _git(root, "ls-tree", "-r", "-z", "--name-only", commit, ".") or b""
-    every = [name for name in listing.decode().split("\0") if name]
-    wanted = [f for f in every if _included(f, source.include_paths)]
-    secret = [f for f in wanted if _credential(f) and f not in (source.include_paths or ())]
-    kept = sorted(set(wanted) - set(secret))
-    if not kept:
-        raise UserError(f"code_source: commit {commit[:12]} has nothing to pack below {root}")
-    digest = hashlib.sha256("\0".join([commit, *kept]).encode()).hexdigest()
-    left_out = tuple(sorted(set(every) - set(wanted)))
+    listing = _git(root, "ls-tree", "-r", "-z", commit, ".") or b""
+    entries = (entry.partition("\t") for entry in os.fsdecode(listing).split("\0") if entry)
+    # A submodule is a commit in the tree, not a file of it.
+    every = {name for facts, _, name in entries if facts.split()[1] == "blob"}
+    kept, secret = _chosen(root, every, source)
+    digest = hashlib.sha256(os.fsencode("\0".join([commit, *kept]))).hexdigest()
+    left_out = tuple(sorted(every - set(kept) - set(secret)))
     return Snapshot(root, tuple(kept), left_out, tuple(secret), digest, commit)
 
 
 def _extract(packed: Snapshot, into: Path) -> None:
     assert packed.commit is not None
-    archive = _git(packed.root, "archive", "--format=tar", packed.commit, "--", *packed.files)
+    archive = _git(packed.root, "archive", "--format=tar", packed.commit)
     if archive is None:
         raise UserError(f"code_source.git: git archive of {packed.commit[:12]} failed")
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(into, filter="data")
+    names = set(packed.files)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            members = [member for member in tar if member.name in names]
+            tar.extractall(into, members=members, filter="data")
+    except tarfile.TarError as error:
+        raise UserError(
+            f"code_source.git: {packed.commit[:12]} cannot be packed: {error}"
+        ) from None
+    if lost := sorted(names - {member.name for member in members}):
+        raise UserError(
+            f"code_source.git: git archive leaves out {_some(lost)} (export-ignore in "
+            ".gitattributes); name what you need in include_paths"
+        )
 
 
 def _git_files(root: Path) -> set[str] | None:
-    """Tracked and untracked files that git does not ignore; None where git cannot tell."""
+    """Tracked and untracked files that git does not ignore; None outside a repository.
+
+    Raises UserError when there is a repository that git cannot read: without its rules, what is
+    to stay at home would be packed.
+    """
     listing = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", ".")
-    return None if listing is None else {name for name in listing.decode().split("\0") if name}
+    if listing is not None:
+        return {name for name in os.fsdecode(listing).split("\0") if name}
+    repository = next((p for p in (root, *root.parents) if (p / ".git").exists()), None)
+    if repository is None:
+        return None
+    raise UserError(
+        f"code_source: git is missing or cannot read the repository {repository}, so what it "
+        f"ignores is not known; try `git -C {root} status`"
+    )
 
 
 def _git(folder: Path, *words: str) -> bytes | None:
@@ -146,18 +198,18 @@ def _git(folder: Path, *words: str) -> bytes | None:
 
 
 def _walk(root: Path) -> Iterable[str]:
+    """Every file and symbolic link below a folder; pipes and sockets are no code."""
     for folder, names, files in os.walk(root):
         names[:] = [n for n in names if not _matches(n, _NEVER)]
-        linked = [n for n in names if Path(folder, n).is_symlink()]
-        for name in (*files, *linked):
-            if not _matches(name, _NEVER):
-                yield os.path.relpath(os.path.join(folder, name), root)
+        for name in (*files, *names):
+            path = Path(folder, name)
+            linked = path.is_symlink()
+            if not _matches(name, _NEVER) and (linked or (name in files and path.is_file())):
+                yield os.path.relpath(path, root)
 
 
-def _included(name: str, include: list[str] | None) -> bool:
-    return include is None or any(
-        name == p.rstrip("/") or name.startswith(p.rstrip("/") + "/") for p in map(_normal, include)
-    )
+def _is_below(name: str, path: str) -> bool:
+    return path == "." or name == path or name.startswith(f"{path}/")
 
 
 def _normal(path: str) -> str:
@@ -169,19 +221,19 @@ def _credential(name: str) -> bool:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in patterns)
 
 
-def _digest(root: Path, files: list[str]) -> str:
+def _digest(root: Path, files: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for name in files:
         path = root / name
         content = os.readlink(path) if path.is_symlink() else hash_file(path)
-        digest.update(f"{name}\0{path.lstat().st_mode:o}\0{content}\n".encode())
+        digest.update(os.fsencode(f"{name}\0{path.lstat().st_mode:o}\0{content}\n"))
     return digest.hexdigest()
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:
-    names = list(names)
+    names = [name if name.isprintable() else ascii(name) for name in names]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -26,7 +26,9 @@ def mapped(value: Any) -> Any:
 def output_root(workload: Workload) -> Path:
     """The folder of a workload's runs: parameters.output_dir, else below TUNEWRIGHT_HOME."""
     given = workload.parameters.get("output_dir")
-    return Path(mapped(given)) if given else home() / "Volumes" / "runs" / workload.experiment_name
+    if given:
+        return Path(mapped(given)).expanduser().absolute()
+    return home() / "Volumes" / "runs" / workload.experiment_name
 
 
 def notes(workload: Workload) -> list[str]:

@@ -7,11 +7,12 @@ ends its command; when it is gone, we end what carries its mark.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,10 @@ Say = Callable[[int, str], None]
 
 _POLL_S = 0.05
 _AFTER_KILL_S = 40.0
+_LOOK_S = 1.0
 _LINE = 4000
+_CHUNK = 64 << 10
+_AT_ONCE = 4 << 20
 _REDRAWN_S = 5.0
 
 
@@ -67,6 +71,8 @@ class Guardian:
         }
         self._tell(json.dumps(specification))
         self._stopping = False
+        self._looked = 0.0
+        self._below: list[dict[str, Any]] = []
 
     @property
     def pid(self) -> int:
@@ -88,16 +94,18 @@ class Guardian:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            self._end_marked()
+            self._end_lost()
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        # What a guardian that is gone did not read does not matter.
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
 
     def outcome(self) -> dict[str, Any]:
         """How the command ended, as the guardian wrote it; or that the guardian was killed."""
         told = read_json(self.node.exit)
         if told is not None:
             return told
-        self._end_marked()
+        self._end_lost()
         message = f"the guardian of node {self.node.rank} ended without a word (killed, or no disk)"
         return {
             "node": self.node.rank,
@@ -113,8 +121,16 @@ class Guardian:
             "survivors": [],
         }
 
-    def _end_marked(self) -> None:
-        processes.end_marked("TUNEWRIGHT_NODE_MARK", self.node.env["TUNEWRIGHT_NODE_MARK"])
+    def look(self) -> None:
+        """Remember what runs below the guardian, now and then, for when it is gone."""
+        if time.monotonic() > self._looked + _LOOK_S:
+            self._looked = time.monotonic()
+            self._below = processes.below(self.pid)
+
+    def _end_lost(self) -> None:
+        """End what a guardian left: by its mark, and what we saw below it."""
+        mark = self.node.env["TUNEWRIGHT_NODE_MARK"]
+        processes.end_marked("TUNEWRIGHT_NODE_MARK", mark, self._below)
 
     def _tell(self, line: str) -> None:
         assert self.process.stdin is not None
@@ -155,21 +171,32 @@ class Follower:
         self._clock = clock
         self._redrawn = -_REDRAWN_S
 
-    def lines(self, *, ended: bool = False) -> list[str]:
-        """What came since the last call; with `ended`, also a last line without line end."""
-        try:
-            with self._log.open("rb") as file:
-                file.seek(self._at)
-                chunk = file.read()
+    def lines(self, *, ended: bool = False) -> Iterator[str]:
+        """What came since the last call, at most 4 MiB of it.
+
+        With `ended`, all of it, and a last line without line end. A line is cut after 4,000
+        characters; one that never ends is shown in pieces.
+        """
+        for chunk in self._chunks(None if ended else _AT_ONCE):
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            yield from (_shown(line.rstrip(b"\r").rpartition(b"\r")[2]) for line in whole)
+            yield from map(_shown, self._bar())
+            if len(self._rest) > _CHUNK:
+                yield _shown(self._rest)
+                self._rest = b""
+        if ended and self._rest.strip(b"\r"):
+            yield _shown(self._rest.rstrip(b"\r").rpartition(b"\r")[2])
+            self._rest = b""
+
+    def _chunks(self, limit: int | None) -> Iterator[bytes]:
+        """The log's new bytes, by pieces, so that much output takes little memory."""
         # A log that cannot be read, or a folder in its place, must not end what it tells of.
-        except OSError:
-            chunk = b""
-        self._at += len(chunk)
-        *whole, self._rest = (self._rest + chunk).split(b"\n")
-        if ended and self._rest:
-            whole, self._rest = [*whole, self._rest], b""
-        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in whole]
-        return [line.decode("utf-8", "replace")[:_LINE] for line in [*shown, *self._bar()]]
+        with suppress(OSError), self._log.open("rb") as file:
+            file.seek(self._at)
+            end = math.inf if limit is None else self._at + limit
+            while self._at < end and (chunk := file.read(_CHUNK)):
+                self._at += len(chunk)
+                yield chunk
 
     def _bar(self) -> list[bytes]:
         """The newest whole state of the unfinished line, now and then; older ones are dropped."""
@@ -181,6 +208,10 @@ class Follower:
             return []
         self._redrawn = self._clock()
         return [states.rstrip(b"\r").rpartition(b"\r")[2]]
+
+
+def _shown(line: bytes) -> str:
+    return line.decode("utf-8", "replace")[:_LINE]
 
 
 def marked(env: Mapping[str, str], run: Path, rank: int | str) -> dict[str, str]:
@@ -212,6 +243,8 @@ def watch(
         # A guardian that hangs is for `wait_ended`.
         while not all(guardian.ended() for guardian in guardians) and not decision.is_overdue():
             show()
+            for guardian in guardians:
+                guardian.look()
             if reason := decision.reason():
                 _stop(guardians, reason)
             time.sleep(_POLL_S)

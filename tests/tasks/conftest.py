@@ -83,12 +83,9 @@ def run_command(run_dir: RunDir, said: Spoken) -> RunCommand:
 
 
 def processes_with(token: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        if process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
-            if any(token in word for word in process.info["cmdline"] or ()):
-                found.append(process)
-    return found
+    others = (p for p in psutil.process_iter(["cmdline", "status"]) if p.pid != os.getpid())
+    running = (p for p in others if p.info["status"] != psutil.STATUS_ZOMBIE)
+    return [p for p in running if any(token in word for word in p.info["cmdline"] or ())]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +78,25 @@ def end_descendants(
     return [process.pid for process in remaining]
 
 
-def end_marked(variable: str, value: str) -> int:
+def below(pid: int) -> list[dict[str, Any]]:
+    """The identities of the processes below one; none when it is gone."""
+    try:
+        found = psutil.Process(pid).children(recursive=True)
+        return [{"pid": process.pid, "started": process.create_time()} for process in found]
+    except psutil.Error:
+        return []
+
+
+def end_marked(variable: str, value: str, seen: Iterable[Mapping[str, Any]] = ()) -> int:
     """SIGKILL every process of ours whose environment has variable=value; their number.
 
     The last resort after a guardian was itself killed: its command's processes carry the mark,
-    and what they started with an environment of its own is found below them.
+    and what they started with an environment of its own is found below them. `seen` are the
+    identities of more, which left their parents and have no mark.
     """
     needle = f"{variable}={value}".encode()
     ended: set[int] = set()
-    while found := [p for p in _marked(needle) if p.pid not in ended and _runs(p)]:
+    while found := [p for p in _marked(needle, seen) if p.pid not in ended and _runs(p)]:
         _signal(found, signal.SIGKILL)
         ended |= {process.pid for process in found}
     return len(ended)
@@ -99,10 +109,13 @@ def _wait_for_none(limit_s: float, reap: Callable[[], None], clock: Callable[[],
         reap()
 
 
-def _marked(needle: bytes) -> list[psutil.Process]:
+def _marked(needle: bytes, seen: Iterable[Mapping[str, Any]]) -> list[psutil.Process]:
     found: dict[int, psutil.Process] = {}
+    known = {who["pid"] for who in seen if is_alive(who)}
     for process in psutil.process_iter():
-        if process.pid != os.getpid() and needle in _environment(process.pid):
+        if process.pid == os.getpid():
+            continue
+        if process.pid in known or needle in _environment(process.pid):
             found |= {p.pid: p for p in [process, *_below(process)]}
     return list(found.values())
 

@@ -28,8 +28,13 @@ DEFAULT_PACK_TOKENS = 4096
 PATH_PREFIXES = ("/", "./", "../", "~")
 """A name that starts with one of these is a path; anything else is a Hub name."""
 
-_BATCH = ("per_device_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
-_USERS_NAMES = (*_BATCH, "max_seq_len")
+BATCH_NAMES = (
+    "per_device_batch_size",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+)
+"""The names by which users' files say the batch."""
+_USERS_NAMES = (*BATCH_NAMES, "max_seq_len")
 
 
 class Settings(BaseModel):
@@ -217,8 +222,8 @@ def _translate(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """The users' names turned into ours, and what is wrong with them."""
     found, problems = without_empty(dict(parameters)), []
-    given = [name for name in _BATCH if name in found]
-    for one, other in (("max_seq_len", "max_length"), _BATCH[:2]):
+    given = [name for name in BATCH_NAMES if name in found]
+    for one, other in (("max_seq_len", "max_length"), BATCH_NAMES[:2]):
         if one in found and other in found:
             problems.append(_both(one, other, "they mean the same, keep one"))
     if given and "global_batch_tokens" in found:
@@ -272,7 +277,7 @@ def _nearest_multiple(value: int, unit: int) -> int:
 def _as_given(problem: Problem, parameters: Mapping[str, Any]) -> Problem:
     """Name the user's key where the value came from it."""
     name = problem.path.removeprefix("parameters.")
-    aliases = {"max_length": ("max_seq_len",), "global_batch_tokens": _BATCH}.get(name, ())
+    aliases = {"max_length": ("max_seq_len",), "global_batch_tokens": BATCH_NAMES}.get(name, ())
     theirs = next((alias for alias in aliases if alias in parameters), None)
     if theirs is None or name in parameters:
         return problem
