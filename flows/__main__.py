@@ -20,7 +20,8 @@ from tunewright.contract.document import assignments
 from tunewright.contract.failures import TunewrightError, UserError, WorkloadError
 from tunewright.contract.workload import Workload
 
-EXAMPLES = """
+HELP = """Fine-tune language models from one workload file.
+
 \b
 tunewright check deployments/tiny.yaml
 tunewright run deployments/tiny.yaml --simulate
@@ -29,9 +30,9 @@ tunewright get tiny-7f3a91c2
 """
 
 
-@click.group(epilog=f"Examples:\n{EXAMPLES}", context_settings={"max_content_width": 100})
+@click.group(help=HELP, context_settings={"max_content_width": 100})
 def cli() -> None:
-    """Fine-tune language models from one workload file."""
+    """All commands; see HELP."""
 
 
 def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,8 +40,14 @@ def url() -> str | None:
 
 
 def flow_runs(limit: int) -> list[dict[str, Any]]:
-    """The newest flow runs of `sft`, as the API tells them."""
-    query = {"flows": {"name": {"any_": ["sft"]}}, "sort": "START_TIME_DESC", "limit": limit}
+    """The newest flow runs of `sft` that have begun, as the API tells them."""
+    begun = {"start_time": {"is_null_": False}}
+    query = {
+        "flows": {"name": {"any_": ["sft"]}},
+        "flow_runs": begun,
+        "sort": "START_TIME_DESC",
+        "limit": limit,
+    }
     found: list[dict[str, Any]] = _post("/flow_runs/filter", query)
     return found
 

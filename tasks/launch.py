@@ -88,7 +88,9 @@ def failure_of(run: Run, attempt: int, ending: Ending) -> TunewrightError:
     message = f"{head}: {failure['message']}\n"
     if failure["class"] == "user":
         return UserError(f"{message}the log is {log}")
-    message += f"the end of {log}:\n{_indented(ending.tail)}"
+    # What our own programs say is enough; otherwise the end of the log is the evidence.
+    told = failure["class"] in ("data", "nonfinite")
+    message += f"the log is {log}" if told else f"the end of {log}:\n{_indented(ending.tail)}"
     if stuck := attempts.without_progress(run.dir):
         run.stopped_by = "no-progress"
         message += f"\nno further attempt: {stuck}"

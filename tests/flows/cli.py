@@ -44,6 +44,8 @@ class Home:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # Tests started in the background of a shell inherit an ignored Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def call(

@@ -35,6 +35,7 @@ class Lock:
         self._guardians: list[dict[str, Any]] = []
         self._mutex = threading.Lock()
         self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, daemon=True)
 
     def take(self) -> bool:
         """Take the lock when nobody holds it; whether we did."""
@@ -43,7 +44,7 @@ class Lock:
             if holder(self.path, self._clock) is not None:
                 return False
             self._write()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._heart.start()
         return True
 
     def guarded_by(self, pids: list[int]) -> None:

@@ -1,0 +1,124 @@
+"""What a run's folder tells of its attempts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tasks import attempts
+from tasks.targets.job import Ending
+from tunewright.contract import rundir
+from tunewright.contract.receipt import events, fold_events
+
+WELL = Ending(None, None, "", ())
+BADLY = Ending({"class": "unknown", "node": 0, "rank": None, "message": "m"}, None, "", ())
+
+
+@pytest.fixture
+def attempt(run_dir):
+    """One attempt: where it began, the steps it did, and whether a checkpoint came of it."""
+
+    def make(start: int, last: int, saved: int | None = None, ending: Ending | None = BADLY):
+        number = attempts.begin(run_dir)
+        told = [{"event": "start", "step": start}]
+        told += [{"event": "step", "step": s, "loss": 9.0 - s} for s in range(start + 1, last + 1)]
+        path = run_dir.events(number)
+        path.parent.mkdir(parents=True)
+        path.write_text("".join(json.dumps(event) + "\n" for event in told))
+        if saved is not None:
+            place = run_dir.checkpoint(saved)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "x").touch()
+            rundir.seal(place)
+        if ending is not None:
+            attempts.conclude(run_dir, number, ending)
+        return number
+
+    return make
+
+
+def test_numbers_go_on(run_dir, attempt):
+    assert [attempt(0, 1), attempt(0, 1)] == [1, 2]
+    assert attempts.begin(run_dir) == 3
+
+
+def test_one_attempt_is_no_lack_of_progress(run_dir, attempt):
+    assert attempts.without_progress(run_dir) is None
+    attempt(0, 7)
+    assert attempts.without_progress(run_dir) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "stuck"),
+    [
+        ((0, 7), (0, 7), True),
+        ((0, 7, 5), (5, 7), True),
+        ((0, 7, 5), (5, 8), False),
+        ((0, 7, 5), (5, 7, 6), False),
+        ((0, 7), (0, 5), False),
+        ((0, 0), (0, 0), False),
+        ((0, 5, 5), (5, 5), False),
+        ((0, 7), (0, 0), False),
+    ],
+)
+def test_two_that_trained_to_the_same_step_without_a_newer_checkpoint(
+    run_dir, attempt, first, second, stuck
+):
+    attempt(*first)
+    attempt(*second)
+    found = attempts.without_progress(run_dir)
+    assert (found is not None) == stuck
+    assert not stuck or found == "two attempts in a row ended at step 7 without a newer checkpoint"
+
+
+def test_only_the_last_two_count(run_dir, attempt):
+    attempt(0, 7)
+    attempt(0, 7)
+    attempt(0, 8)
+    assert attempts.without_progress(run_dir) is None
+
+
+def test_a_checkpoint_that_is_not_sealed_is_no_progress(run_dir, attempt):
+    attempt(0, 7, 5)
+    run_dir.checkpoint(6).mkdir()
+    attempt(5, 7)
+    assert attempts.without_progress(run_dir)
+    assert attempts.newest_step(run_dir) == 5
+
+
+def test_whether_the_command_did_its_work(run_dir, attempt):
+    assert not attempts.ended_well(run_dir)
+    attempt(0, 1, ending=WELL)
+    assert attempts.ended_well(run_dir)
+    attempts.begin(run_dir)
+    assert not attempts.ended_well(run_dir)
+
+
+def test_what_the_receipt_tells(run_dir, attempt):
+    attempt(0, 7, 5)
+    attempt(5, 9, ending=None)
+    told, together = attempts.of_run(run_dir)
+    assert [(t["attempt"], t["resumed_from_step"], t["last_step"]) for t in told] == [
+        (1, 0, 7),
+        (2, 5, 9),
+    ]
+    assert told[0]["failure"] == BADLY.failure
+    assert told[1]["failure"]["class"] == "infrastructure", "nobody was there to tell its end"
+    assert (together["steps"], together["first_loss"], together["last_loss"]) == (9, 8.0, 0.0)
+
+
+def test_torn_and_foreign_lines_of_events_are_left_out(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"event": "step", "step": 1, "loss": 2.0}\n5\n[]\n\xff\n{"event": "st')
+    assert events(path) == [{"event": "step", "step": 1, "loss": 2.0}]
+    assert events(tmp_path / "none") == []
+
+
+def test_a_step_that_was_repeated_counts_once_with_its_last_loss():
+    def step(number, loss):
+        return {"event": "step", "step": number, "loss": loss}
+
+    facts = fold_events([[step(1, 5.0), step(2, 4.0)], [step(2, 3.0), step(3, 2.0)]])
+    assert (facts["steps"], facts["first_loss"], facts["last_loss"]) == (3, 5.0, 2.0)
+    assert fold_events([])["first_loss"] is None
