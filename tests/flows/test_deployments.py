@@ -80,10 +80,12 @@ def test_tiny(worker) -> None:
     assert receipt["registered"] == {"name": "tiny", "version": 1, "alias": None}
 
 
-def test_llama_is_refused_by_name_until_its_target_exists(worker) -> None:
+def test_llama_is_refused_by_name_until_its_target_exists(worker, api) -> None:
     found = _deployment_run(worker, "sft/llama")
     assert found.returncode == 1
-    assert "target databricks" in found.stdout + found.stderr
+    named = {"flow_runs": {"name": {"any_": ["sft llama"]}}}
+    (flow_run,) = api("/flow_runs/filter", named)
+    assert flow_run["state"]["message"].startswith("target databricks (Databricks AI Runtime) is")
 
 
 def test_llama_on_two_simulated_nodes(worker) -> None:

@@ -126,8 +126,8 @@ def test_a_trailing_line_end_in_the_value_does_not_hide_it():
 
 
 def test_a_value_that_is_not_utf8_is_masked_too():
-    scrubber = Scrubber({"T": b"caf\xe9-1234".decode("utf-8", "surrogateescape")})
-    assert scrubber.feed(b"x caf\xe9-1234\n") == b"x " + MASK + b"\n"
+    scrubber = Scrubber({"T": b"tok\xe9n-1234".decode("utf-8", "surrogateescape")})
+    assert scrubber.feed(b"x tok\xe9n-1234\n") == b"x " + MASK + b"\n"
 
 
 def test_many_small_writes_with_a_long_value_are_quick():
