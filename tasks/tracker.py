@@ -37,7 +37,11 @@ class Tracker:
             stdout=subprocess.PIPE,
             start_new_session=True,
             text=True,
-            env={**env, "MLFLOW_DISABLE_TELEMETRY": "true"},
+            env={
+                **env,
+                "MLFLOW_DISABLE_TELEMETRY": "true",
+                "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+            },
         )
         self.opened: dict[str, Any] | None = None
         self._finished = False

@@ -7,6 +7,7 @@ import os
 import sqlite3
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.flows.cli import FEW_STEPS, ROOT, TINY, events
@@ -38,11 +39,21 @@ def test_tiny_becomes_a_registered_model(home, api) -> None:
     _check_prefect(api, run.name)
     _check_mlflow(home.path, facts)
     _check_model(run / "model")
-    # The same thing again is a new run, on the same tokens, and the next version.
-    again = home.run(TINY, sets=FEW_STEPS)
-    assert again.facts["run"] != facts["run"]
+
+
+def test_a_second_run_through_a_tracking_server(home, mlflow_server) -> None:
+    """The same tokens again, another run, and the model's files in the server's artifacts."""
+    first = home.run(TINY, sets=FEW_STEPS, MLFLOW_TRACKING_URI=mlflow_server)
+    again = home.run(TINY, sets=FEW_STEPS, MLFLOW_TRACKING_URI=mlflow_server)
+    assert (first.code, again.code) == (0, 0), again.narration
+    assert again.facts["run"] != first.facts["run"]
     assert again.facts["data"]["cache"].startswith("hit")
-    assert again.facts["registered"]["version"] == 2
+    assert [found.facts["registered"]["version"] for found in (first, again)] == [1, 2]
+    assert not (home.path / "mlflow.db").exists()
+    query = f"{mlflow_server}/api/2.0/mlflow/artifacts/list"
+    wanted = {"run_id": again.facts["mlflow"]["run_id"], "path": "model"}
+    listed = httpx.get(query, params=wanted).json()["files"]
+    assert {"model/MLmodel", "model/model.safetensors"} <= {file["path"] for file in listed}
 
 
 def _check_prefect(api, run: str) -> None:

@@ -243,7 +243,7 @@ def test_a_secret_s_value_in_the_wrong_place_is_not_repeated():
         ({"environmnt": {}}, "environmnt", "environment"),
         (compute(num_acelerators=8), "compute.num_acelerators", "num_accelerators"),
         (compute(accelerator_typ="x"), "compute.accelerator_typ", "accelerator_type"),
-        ({"environment": {"dependncies": []}}, "environment.dependncies", "dependencies"),
+        ({"environment": {"dependenciess": []}}, "environment.dependenciess", "dependencies"),
         ({"environment": {"docker_image": {"uri": "x"}}}, "environment.docker_image.uri", "url"),
         (snapshot(include_path=[]), "code_source.snapshot.include_path", "include_paths"),
         (snapshot(git={"commt": "x"}), "code_source.snapshot.git.commt", "commit"),
