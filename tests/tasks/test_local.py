@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -416,23 +415,11 @@ def test_the_command_may_be_interrupted_by_its_own_sigint(run_command):
 # Output
 
 
-def test_a_line_is_seen_before_the_command_ends(run_command):
-    heard = threading.Event()
-    command = f"echo first\nuntil [ -e {heard_file()} ]; do sleep 0.05; done"
-
-    def say(node: int, line: str) -> None:
-        heard.set()
-        Path(heard_file()).touch()
-
-    try:
-        assert run_command(command, say=say, deadline_s=20.0).well
-    finally:
-        Path(heard_file()).unlink(missing_ok=True)
-    assert heard.is_set()
-
-
-def heard_file() -> str:
-    return f"/tmp/tunewright-heard-{os.getpid()}"
+def test_a_line_is_seen_before_the_command_ends(run_command, tmp_path):
+    heard = tmp_path / "heard"
+    command = f"echo first\nuntil [ -e {heard} ]; do sleep 0.05; done"
+    ending = run_command(command, say=lambda node, line: heard.touch(), deadline_s=20.0)
+    assert ending.well
 
 
 def test_a_line_without_end_is_kept(run_command, said, run_dir):
