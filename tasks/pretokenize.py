@@ -8,11 +8,12 @@ import yaml
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks import hyperparameters
+from tasks import hyperparameters, ui
 from tasks.nouns import Secrets, Tokens
 from tasks.policy import told
 from tasks.program import run_program
 from tasks.run import Run
+from tunewright.contract.progress import percent_of
 from tunewright.contract.rundir import read_json, write_json, write_text
 
 
@@ -40,8 +41,24 @@ def _tokenize(run: Run, secrets: Secrets) -> dict[str, Any]:
     settings = hyperparameters.of_run(run, tokens_path=None)
     write_text(run.dir.hyperparameters, yaml.safe_dump(settings, sort_keys=False))
     tokens = run.dir.root.parent / "tokens"
+    page = run.dir.audit
+    page.unlink(missing_ok=True)
     args = ["--settings", str(run.dir.hyperparameters), "--tokens-root", str(tokens)]
-    return run_program(run, "pretokenize", args, secrets.values)
+    args += ["--page", str(page)]
+    bar = ui.ProgressBar("data-progress", "Rows that are tokenized")
+
+    def heard(line: str) -> None:
+        percent = percent_of(line)
+        ui.say(line) if percent is None else bar.at(percent)
+
+    try:
+        facts = run_program(run, "pretokenize", args, secrets.values, heard)
+        bar.end()
+        return facts
+    finally:
+        # Also when the audit stops the run: then it matters most.
+        if page.is_file():
+            ui.show(page.read_text(encoding="utf-8"), "data-audit", "What the data is like")
 
 
 def _changed(run: Run, facts: dict[str, Any]) -> str | None:

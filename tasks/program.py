@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,14 @@ class ProgramFailed(TunewrightError):
     """A program ended badly; its class says whether another attempt may help."""
 
 
-def run_program(run: Run, name: str, args: list[str], secrets: Mapping[str, str]) -> dict[str, Any]:
-    """Run `python -m tunewright.<name>` and return the result it wrote.
+def run_program(
+    run: Run,
+    name: str,
+    args: list[str],
+    secrets: Mapping[str, str],
+    heard: Callable[[str], None] = ui.say,
+) -> dict[str, Any]:
+    """Run `python -m tunewright.<name>` and return the result it wrote; `heard` gets its lines.
 
     Raises UserError or DataError with the program's own sentence, else ProgramFailed with its
     class and the end of its log.
@@ -43,7 +49,7 @@ def run_program(run: Run, name: str, args: list[str], secrets: Mapping[str, str]
         )
         outcome = watch(
             [Guardian(node, secrets, GRACE_S)],
-            lambda _, line: ui.say(line),
+            lambda _, line: heard(line),
             run.reason_to_stop,
             run.lock.guarded_by,
         )[0]

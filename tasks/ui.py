@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect import get_run_logger
-from prefect.artifacts import create_markdown_artifact
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.context import FlowRunContext
-from prefect.exceptions import MissingContextError
+from prefect.exceptions import MissingContextError, PrefectException
 from prefect.runtime import flow_run
 
 from tunewright.contract import receipt as receipts
+
+_PROGRESS_EVERY_S = 2.0
 
 
 def say(message: str, level: int = logging.INFO) -> None:
@@ -67,9 +75,52 @@ def is_cancelling() -> bool:
 
 def publish(receipt: Mapping[str, Any]) -> None:
     """The receipt as a Markdown artifact of the flow run."""
+    show(receipts.markdown(receipt), "receipt", "Receipt")
+
+
+def show(page: str, key: str, description: str) -> None:
+    """A Markdown artifact of the run we are in; nothing outside of one."""
     if flow_run_id() is None:
         return
     try:
-        create_markdown_artifact(receipts.markdown(receipt), key="receipt", description="Receipt")
+        create_markdown_artifact(page, key=key, description=description)
     except httpx.HTTPError as error:
-        say(f"the receipt could not be shown in the Prefect UI: {error}")
+        say(f"the {key} could not be shown in the Prefect UI: {error}")
+
+
+class ProgressBar:
+    """A progress artifact of the run we are in, which is made when there is progress to show."""
+
+    def __init__(
+        self, key: str, description: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._key, self._description, self._clock = key, description, clock
+        self._artifact: UUID | None = None
+        self._shown = -math.inf
+        self._on = flow_run_id() is not None
+
+    def at(self, percent: float) -> None:
+        """So much is done, of 100; shown at most every other second."""
+        if self._clock() - self._shown >= _PROGRESS_EVERY_S:
+            self._show(percent)
+
+    def end(self) -> None:
+        """All is done; a bar that was never shown stays away."""
+        if self._artifact is not None:
+            self._show(100.0)
+
+    def _show(self, percent: float) -> None:
+        if not self._on:
+            return
+        self._shown = self._clock()
+        try:
+            if self._artifact is None:
+                made = create_progress_artifact(
+                    percent, key=self._key, description=self._description
+                )
+                self._artifact = made if isinstance(made, UUID) else None
+            else:
+                update_progress_artifact(self._artifact, progress=percent)
+        except (httpx.HTTPError, PrefectException) as error:
+            self._on = False
+            say(f"progress can no longer be shown in the Prefect UI: {error}")

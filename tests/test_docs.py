@@ -175,7 +175,13 @@ def test_paths_in_sentences_exist(page: Path) -> None:
             assert any((base / span).exists() for base in (ROOT, page.parent)), span
 
 
-OF_A_RUN = {"manifest.json", "receipt.json", "workload.yaml", "hyperparameters.yaml"}
+OF_A_RUN = {
+    "data-audit.md",
+    "manifest.json",
+    "receipt.json",
+    "workload.yaml",
+    "hyperparameters.yaml",
+}
 
 
 def test_the_tree_is_that_of_the_repository() -> None:

@@ -4,12 +4,14 @@
 
 The settings file holds a recipe's parameters; those of the data are taken. The store lies in
 DIR/<fingerprint>; when it is there already, nothing is tokenized. The result file gets the facts.
+How far the work is, what the data is like and where the tokens lie is said on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +22,29 @@ from tunewright.contract import rundir
 from tunewright.contract.failures import UserError, reported
 from tunewright.contract.problems import problems_of
 from tunewright.contract.settings import DataSettings
+from tunewright.data.auditpage import markdown, narration
 from tunewright.data.prepare import Prepared, prepare
 
-_SHOWN_CHARACTERS = 400
 
-
-def pretokenize(settings: DataSettings, tokens_root: Path) -> dict[str, Any]:
+def pretokenize(
+    settings: DataSettings, tokens_root: Path, page: Path | None = None
+) -> dict[str, Any]:
     """Make or find the tokens of these settings; returns the facts of the result file.
 
     Keys: path, fingerprint, rows (read), dropped ({reason: rows}), truncated, tokens and
     supervised_tokens (training), eval_rows, packs, cache (why they were made or found).
+    `page` gets the audit as Markdown, also when the audit stops the run.
     Raises UserError and DataError; nothing half-written is left.
     """
-    prepared = prepare(settings, tokens_root)
-    result = _result(prepared)
-    for line in _narration(prepared, result):
-        print(line, file=sys.stderr, flush=True)
-    return result
+
+    def audited(audit: Mapping[str, Any], problems: Sequence[str]) -> None:
+        if page is not None:
+            rundir.write_text(page, markdown(audit, problems))
+        _say(narration(audit))
+
+    prepared = prepare(settings, tokens_root, audited)
+    _say([f"tokens: {prepared.cache}", f"sealed: {prepared.store.path}"])
+    return _result(prepared)
 
 
 def load_data_settings(path: Path) -> DataSettings:
@@ -67,9 +75,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--settings", type=Path, required=True, help="YAML with the parameters")
     parser.add_argument("--tokens-root", type=Path, required=True, help="folder of the stores")
     parser.add_argument("--result", type=Path, required=True, help="JSON file for the facts")
+    parser.add_argument("--page", type=Path, help="Markdown file for the audit of the data")
     arguments = parser.parse_args(argv)
     settings = load_data_settings(arguments.settings)
-    result = pretokenize(settings, arguments.tokens_root.absolute())
+    result = pretokenize(settings, arguments.tokens_root.absolute(), arguments.page)
     rundir.write_json(arguments.result, result)
 
 
@@ -89,44 +98,9 @@ def _result(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _narration(prepared: Prepared, result: dict[str, Any]) -> list[str]:
-    """What happened, in plain lines with numbers."""
-    store = prepared.store
-    dropped = ", ".join(f"{count:,} {reason}" for reason, count in result["dropped"].items())
-    share = store.train.supervised_tokens / store.train.tokens
-    full = store.train.tokens / (len(store.train) * store.pack_tokens)
-    lines = [
-        f"tokens: {prepared.cache}",
-        f"rows: {result['rows']:,} read, {dropped or 'none'} dropped, "
-        f"{result['truncated']:,} truncated to {store.facts['max_length']:,} tokens",
-        f"training: {store.train.documents:,} documents, {store.train.tokens:,} tokens, "
-        f"{store.train.supervised_tokens:,} supervised ({share:.1%})",
-        f"packs: {len(store.train):,} of {store.pack_tokens:,} tokens, {full:.1%} full",
-    ]
-    if store.eval is not None:
-        lines.append(
-            f"evaluation: {store.eval.documents:,} documents, "
-            f"{store.eval.supervised_tokens:,} supervised tokens"
-        )
-    return [*lines, f"sample, trained part in «»: {_sample(prepared)}", f"sealed: {store.path}"]
-
-
-def _sample(prepared: Prepared) -> str:
-    """The last document of the last pack, decoded, with what is supervised marked."""
-    pack = prepared.store.train[-1]
-    start = len(pack.input_ids) - int(pack.lengths[-1])
-    ids, supervised = pack.input_ids[start:].tolist(), pack.supervised[start:].tolist()
-    edges = [i for i in range(1, len(ids)) if supervised[i] != supervised[i - 1]]
-    pieces = []
-    for first, last in zip([0, *edges], [*edges, len(ids)], strict=True):
-        text = _shortened(prepared.tokenizer.decode(ids[first:last]))
-        pieces.append(f"«{text}»" if supervised[first] else text)
-    return repr("".join(pieces))[1:-1]
-
-
-def _shortened(text: str) -> str:
-    half = _SHOWN_CHARACTERS // 2
-    return text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}"
+def _say(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     <output_dir>/tokens/<fingerprint>/            sealed tokens, shared by runs with the same data
     <output_dir>/<run>/workload.yaml              the effective workload, secret names only
                        hyperparameters.yaml       what the command reads
+                       data-audit.md              what the data is like
                        code/<folder>/             the unpacked snapshot, when there is one
                        state/                     small files, each written once (the lock apart)
                        logs/attempt-1/node-0.log  one log per node, secrets scrubbed
@@ -84,6 +85,11 @@ class RunDir:
     @property
     def tokens(self) -> Path:
         return self.state / "tokens.json"
+
+    @property
+    def audit(self) -> Path:
+        """The audit of the data as Markdown, also of data that stopped the run."""
+        return self.root / "data-audit.md"
 
     @property
     def checkpoints(self) -> Path:

@@ -57,6 +57,20 @@ class Settings(BaseModel):
         return value
 
 
+Format = Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"]
+
+
+class DatasetSource(Settings):
+    """One of several sources of rows."""
+
+    name: str = Field(min_length=1, description="Like dataset_name.")
+    revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
+    split: str = Field("train", description="Like dataset_split.")
+    weight: float = Field(1.0, gt=0, description="How often each of its rows is taken.")
+    format: Format = "auto"
+    columns: dict[str, str] | None = None
+
+
 class DataSettings(Settings):
     """Which rows become which tokens. Everything here is part of the fingerprint of the tokens."""
 
@@ -64,26 +78,45 @@ class DataSettings(Settings):
         min_length=1, description="Hub name, or a folder (./, ../, / or ~) with the model."
     )
     model_revision: str | None = Field(None, description="Branch, tag or commit of a Hub model.")
-    dataset_name: str = Field(min_length=1, description="Hub name, or a file or folder of rows.")
+    datasets: list[DatasetSource] | None = Field(
+        None,
+        min_length=1,
+        description="Several sources instead of dataset_name, mixed by weight.",
+    )
+    dataset_name: str | None = Field(
+        None,
+        validate_default=True,
+        min_length=1,
+        description="Hub name, or a file, glob or folder of rows; name:split[:1000] takes a part.",
+    )
     dataset_revision: str | None = Field(
         None, description="Branch, tag or commit of a Hub dataset."
     )
-    dataset_split: str = Field("train", description="Split of a Hub dataset.")
-    format: Literal["auto", "alpaca", "messages"] = Field(
-        "auto", description="Shape of a row: instruction/input/output, or a list of messages."
+    dataset_split: str = Field(
+        "train", description="Split of a Hub dataset, or of a folder that has several."
     )
-    template: Literal["auto", "alpaca", "chat"] = Field(
+    format: Format = Field("auto", description="Shape of a row; auto: found and named.")
+    columns: dict[str, str] | None = Field(
+        None, description="Names of columns that differ: {the shape's name: the data's name}."
+    )
+    template: Literal["auto", "alpaca", "chat", "builtin"] = Field(
         "auto",
-        description="How a row becomes text: the Alpaca text, or the tokenizer's chat template "
-        "(ours where it has none). auto: Alpaca text for Alpaca rows, chat for messages.",
+        description="How a row becomes text: the Alpaca text, the tokenizer's chat template, or "
+        "ours. auto: Alpaca text for Alpaca rows, else chat, else ours where there is none.",
     )
-    train_on: Literal["responses", "all"] = Field(
+    chat_template: str | None = Field(
+        None, min_length=1, description="A Jinja chat template to use instead, as text or a path."
+    )
+    train_on: Literal["responses", "all", "last_response"] = Field(
         "responses", description="Which tokens are supervised."
     )
     on_bad_row: Literal["fail", "drop"] = Field(
         "fail", description="A row without an answer, or of another shape: stop, or drop and count."
     )
-    on_too_long: Literal["truncate", "drop", "fail"] = Field(
+    max_dropped: float = Field(
+        0.1, ge=0, le=1, description="Share of rows that may be dropped before the run stops."
+    )
+    on_too_long: Literal["truncate", "drop", "split", "fail"] = Field(
         "truncate", description="A row of more than max_length tokens."
     )
     max_length: int = Field(2048, ge=8, description="Longest row, in tokens.")
@@ -94,6 +127,9 @@ class DataSettings(Settings):
         0.0, ge=0, lt=1, description="Share of the rows held out for evaluation, by content hash."
     )
     eval_dataset: str | None = Field(None, description="Rows for evaluation, like dataset_name.")
+    max_leakage: float = Field(
+        0.1, ge=0, le=1, description="Share of evaluation rows that may also be training rows."
+    )
 
     # Rules between fields stand at the later one, so that they are checked beside other problems.
     @field_validator("pack_tokens")
@@ -105,6 +141,16 @@ class DataSettings(Settings):
                 f"pack_tokens is {value} but max_length is {longest}; "
                 "raise pack_tokens or lower max_length, a row must fit in a pack"
             )
+        return value
+
+    @field_validator("dataset_name")
+    @classmethod
+    def _one_origin(cls, value: str | None, info: ValidationInfo) -> str | None:
+        several = info.data.get("datasets")
+        if value and several:
+            raise ValueError("dataset_name and datasets are both set; keep one")
+        if not value and not several and "datasets" in info.data:
+            raise ValueError("is required (or datasets, for several); add it")
         return value
 
     @field_validator("eval_dataset")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from pydantic import (
     field_validator,
 )
 
-from tunewright.contract import document
+from tunewright.contract import datanames, document
 from tunewright.contract.failures import Problem, WorkloadError
 from tunewright.contract.parts import (
     GPUS_PER_NODE,
@@ -35,7 +36,7 @@ from tunewright.contract.parts import (
     RunName,
 )
 from tunewright.contract.problems import nearest, problems_of
-from tunewright.contract.settings import RECIPES, FsdpSettings, is_path, settings_of
+from tunewright.contract.settings import RECIPES, FsdpSettings, settings_of
 
 PLATFORM_MAX_RETRIES = 3
 RESERVED_VARIABLES = frozenset(
@@ -43,8 +44,8 @@ RESERVED_VARIABLES = frozenset(
     HYPERPARAMETERS_PATH MLFLOW_RUN_ID MLFLOW_TRACKING_URI TUNEWRIGHT_RUN_DIR TUNEWRIGHT_ATTEMPT
     TUNEWRIGHT_FAILURE_DIR LOCAL_ADDR RANK LOCAL_RANK""".split()  # noqa: SIM905
 )
-PATH_PARAMETERS = ("model_name", "dataset_name", "eval_dataset")
-"""Parameters of a recipe that may be paths."""
+PATH_PARAMETERS = ("model_name", "dataset_name", "eval_dataset", "chat_template")
+"""Parameters of a recipe that may be paths; the names in `datasets` may, too."""
 LONGEST_VALUE = 128_000
 """Bytes that Linux takes for one argument or variable, with room for what stands before it."""
 
@@ -286,31 +287,55 @@ def _as_written(problem: Problem, found: Mapping[str, Any]) -> Problem:
 
 def _from_here(found: dict[str, Any], overrides: Mapping[str, Any], recipe: str | None) -> None:
     """Make a relative path that came by --set relative to the working directory."""
-    for path in [*_OTHER_PATHS, *(f"parameters.{name}" for name in _path_names(recipe))]:
-        if not any(path == key or path.startswith(f"{key}.") for key in overrides):
-            continue
-        *parents, last = path.split(".")
-        place = found
-        for parent in parents:
-            place = _mapping(place.get(parent))
-        value = place.get(last)
-        if isinstance(value, str) and (path in _OTHER_PATHS or is_path(value)):
-            place[last] = str(_resolve(value, Path.cwd()))
-
-
-def _path_names(recipe: str | None) -> tuple[str, ...]:
-    """Parameters that are paths of ours; for a user's own command only output_dir."""
-    return (*PATH_PARAMETERS, "output_dir") if recipe else ("output_dir",)
+    slots = [*_other_slots(found), *_path_slots(_mapping(found.get("parameters")), recipe)]
+    for path, place, name in slots:
+        if any(path == key or path.startswith(f"{key}.") for key in overrides):
+            place[name] = _resolved(path, place.get(name), Path.cwd())
 
 
 def _absolute(workload: Workload, base: Path) -> dict[str, Any]:
     """The parameters with our paths made absolute; a user's own are left alone."""
-    parameters = dict(workload.parameters)
-    for name in _path_names(workload.recipe):
-        value = parameters.get(name)
-        if isinstance(value, str) and (is_path(value) or name == "output_dir"):
-            parameters[name] = str(_resolve(value, base))
+    parameters = deepcopy(workload.parameters)
+    for path, place, name in _path_slots(parameters, workload.recipe):
+        place[name] = _resolved(path, place[name], base)
     return parameters
+
+
+def _other_slots(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The paths outside the parameters that are there, like `_path_slots`."""
+    for path in _OTHER_PATHS:
+        *parents, last = path.split(".")
+        place = found
+        for parent in parents:
+            place = _mapping(place.get(parent))
+        if last in place:
+            yield path, place, last
+
+
+def _path_slots(
+    parameters: dict[str, Any], recipe: str | None
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Parameters that may be paths of ours: dotted path, mapping and key.
+
+    For a user's own command that is output_dir only.
+    """
+    for name in (*PATH_PARAMETERS, "output_dir") if recipe else ("output_dir",):
+        if name in parameters:
+            yield f"parameters.{name}", parameters, name
+    sources = parameters.get("datasets") if recipe else None
+    for index, source in enumerate(sources if isinstance(sources, list) else ()):
+        if isinstance(source, dict) and "name" in source:
+            yield f"parameters.datasets.{index}.name", source, "name"
+
+
+def _resolved(path: str, value: Any, base: Path) -> Any:
+    """The value of a slot with a path made absolute; a name that is no path stays."""
+    if not isinstance(value, str):
+        return value
+    if path in (*_OTHER_PATHS, "parameters.output_dir"):
+        return str(_resolve(value, base))
+    # A chat template may be given as its text.
+    return value if "{" in value else datanames.resolved(value, base)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

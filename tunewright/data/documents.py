@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -10,25 +11,34 @@ import numpy.typing as npt
 from tokenizers import Encoding
 
 from tunewright.data.examples import BadRow
-from tunewright.data.packing import pack
 from tunewright.data.render import Rendered
-from tunewright.data.store import SplitArrays, token_dtype
+from tunewright.data.store import token_dtype
 from tunewright.data.tokenizer import TextTokenizer
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+OnTooLong = Literal["truncate", "drop", "split", "fail"]
 
 
 class Document(NamedTuple):
     """One row's tokens. ids: unsigned [n]; spans: supervised (start, end), ascending from 1."""
 
     row: int
-    ids: npt.NDArray[np.unsignedinteger[Any]]
+    ids: Ids
     spans: tuple[tuple[int, int], ...]
 
 
-def encode(
-    tokenizer: TextTokenizer,
-    rendered: Sequence[tuple[int, Rendered]],
-    train_on: Literal["responses", "all"],
-) -> list[Document]:
+class Fitted(NamedTuple):
+    """What became of a row: one document, or several where it was split.
+
+    "prompt cut": the beginning of its prompt went, because a cut at the right alone would have left
+    no answer worth the name.
+    """
+
+    documents: list[Document]
+    how: Literal["whole", "cut", "prompt cut", "split"] = "whole"
+
+
+def encode(tokenizer: TextTokenizer, rendered: Sequence[tuple[int, Rendered]]) -> list[Document]:
     """Rendered rows, each with its number, as documents."""
     dtype = token_dtype(tokenizer.vocabulary)
     bos = [token for token in [tokenizer.id_of("bos_token")] if token is not None]
@@ -40,50 +50,101 @@ def encode(
         # A text that brings its own BOS must not get a second one.
         shift = len(bos) if wants_bos and ids[:1] != bos else 0
         ids = bos + ids if shift else ids
-        if train_on == "all":
-            found, shift = [(0, len(ids))], 0
         clipped = _clip([(start + shift, end + shift) for start, end in found], len(ids))
         documents.append(Document(row, np.array(ids, dtype=dtype), clipped))
     return documents
 
 
-def fitted(
-    document: Document, max_length: int, on_too_long: Literal["truncate", "drop", "fail"]
-) -> Document:
-    """The document cut at the right to max_length tokens where needed.
+def fitted(document: Document, max_length: int, on_too_long: OnTooLong, bos: int | None) -> Fitted:
+    """The document, in at most max_length tokens where it has more.
 
-    Raises BadRow("too long") when that is not wanted, and BadRow("no supervised token") when
-    nothing that is trained on is left.
+    truncate: cut at the right, as users know it from other trainers. Where that would leave less of
+    the first answer than all of it or half of max_length, the prompt is cut at its left instead
+    (behind its BOS), so that a whole answer is never cut away.
+    split: into consecutive documents, positions from 0 in each; those without a supervised token
+    are left out.
+
+    Raises BadRow("too long") when a long row is not wanted, and BadRow("no supervised token") for a
+    row that has none.
     """
     length = len(document.ids)
-    if length > max_length:
-        if on_too_long != "truncate":
-            raise BadRow("too long", f"{length} tokens")
-        spans = _clip(document.spans, max_length)
-        document = Document(document.row, document.ids[:max_length], spans)
     if not document.spans:
-        cut = f"only the first {max_length} of its {length} tokens are kept"
-        raise BadRow("no supervised token", cut if length > max_length else "")
-    return document
+        raise BadRow("no supervised token")
+    if length <= max_length:
+        return Fitted([document])
+    if on_too_long == "split":
+        pieces = [_slice(document, s, s + max_length) for s in range(0, length, max_length)]
+        return Fitted([piece for piece in pieces if piece.spans], "split")
+    if on_too_long != "truncate":
+        raise BadRow("too long", f"{length} tokens")
+    start, end = document.spans[0]
+    wanted = start + min(end - start, max_length // 2)
+    if wanted <= max_length:
+        return Fitted([_slice(document, 0, max_length)], "cut")
+    return Fitted([_tail(document, wanted, max_length, bos)], "prompt cut")
 
 
-def arrays_of(documents: Sequence[Document], pack_tokens: int) -> SplitArrays:
-    """Documents as the store keeps them, packed; at least one document."""
-    packs = pack([len(document.ids) for document in documents], pack_tokens)
-    ordered = [documents[index] for members in packs for index in members]
-    spans = [span for document in ordered for span in document.spans]
-    return SplitArrays(
-        tokens=np.concatenate([document.ids for document in ordered]),
-        documents=_offsets(len(document.ids) for document in ordered),
-        rows=np.array([document.row for document in ordered], dtype=np.int64),
-        spans=np.array(spans, dtype=np.uint32).reshape(-1, 2),
-        span_offsets=_offsets(len(document.spans) for document in ordered),
-        packs=_offsets(len(members) for members in packs),
-    )
+def _tail(document: Document, end: int, max_length: int, bos: int | None) -> Document:
+    """The max_length tokens before `end`; the first is still the BOS where there is one."""
+    kept = _slice(document, end - max_length, end)
+    if bos is None or document.ids[0] != bos:
+        return kept
+    ids = kept.ids.copy()
+    ids[0] = bos
+    return Document(document.row, ids, kept.spans)
 
 
-def _offsets(sizes: Any) -> npt.NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(np.fromiter(sizes, dtype=np.int64))]).astype(np.int64)
+def _slice(document: Document, first: int, last: int) -> Document:
+    ids = document.ids[first:last]
+    spans = [(start - first, end - first) for start, end in document.spans]
+    return Document(document.row, ids, _clip(spans, len(ids)))
+
+
+@dataclass
+class Batch:
+    """The documents of some rows, side by side.
+
+    ids: unsigned [tokens]. For each document: lengths, rows (the number of its row) and
+    span_counts, int64. spans: uint32 [spans, 2], (start, end) within their document.
+    """
+
+    ids: Ids
+    lengths: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    span_counts: npt.NDArray[np.int64]
+    spans: npt.NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, documents: Sequence[Document], dtype: npt.DTypeLike) -> Batch:
+        spans = [span for document in documents for span in document.spans]
+        return cls(
+            ids=np.concatenate([np.zeros(0, dtype), *(document.ids for document in documents)]),
+            lengths=_counts(len(document.ids) for document in documents),
+            rows=_counts(document.row for document in documents),
+            span_counts=_counts(len(document.spans) for document in documents),
+            spans=np.array(spans, dtype=np.uint32).reshape(-1, 2),
+        )
+
+    def chosen(self, documents: npt.NDArray[np.bool_]) -> Batch:
+        """The documents for which the mask (bool [documents]) is true."""
+        if documents.all():
+            return self
+        return Batch(
+            self.ids[np.repeat(documents, self.lengths)],
+            self.lengths[documents],
+            self.rows[documents],
+            self.span_counts[documents],
+            self.spans[np.repeat(documents, self.span_counts)],
+        )
+
+    def numbered(self, numbers: npt.NDArray[np.int64]) -> Batch:
+        """The same, with rows named by numbers[row]."""
+        rows = numbers[self.rows]
+        return Batch(self.ids, self.lengths, rows, self.span_counts, self.spans)
+
+
+def _counts(values: Any) -> npt.NDArray[np.int64]:
+    return np.fromiter(values, dtype=np.int64)
 
 
 def _token_span(encoding: Encoding, length: int, start: int, end: int) -> tuple[int, int]:

@@ -1,149 +1,113 @@
-"""What a row says: an instruction with its answer, or a conversation.
+"""What a row says: an instruction, a conversation, a prompt with its completion, or plain text.
 
-Both are plain tuples, so that the same content hashes the same whatever file it came from.
+The types that all data code speaks. They are plain tuples, so that the same content hashes the
+same whatever file it came from. `shapes` makes them from rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
-
-Format = Literal["auto", "alpaca", "messages"]
+from typing import Any, NamedTuple
 
 
 class BadRow(ValueError):
-    """A row that cannot be trained on. `reason` is counted; `detail` is for the message."""
+    """A row that cannot be trained on. `reason` is short and counted; `detail` is for messages."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason
         self.detail = detail
         super().__init__(f"{reason} ({detail})" if detail else reason)
 
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.reason, self.detail)
+
 
 class Alpaca(NamedTuple):
+    """An instruction, its input (often empty) and its answer (never blank)."""
+
     instruction: str
     input: str
     output: str
 
 
+class ToolCall(NamedTuple):
+    """One call by the assistant. arguments: always an object, also where the data had JSON text."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
 class Message(NamedTuple):
-    """One turn. `answer`: it is the assistant's and not excluded by a loss_weight of 0."""
+    """One turn, in the order in which a model writes it: reasoning, content, tool calls.
+
+    role: system, developer, user, assistant or tool.
+    answer: the assistant's, not excluded by the data (a loss_weight of 0, train: false, or part of
+    a prompt), so trained on where answers are. It has content or tool_calls.
+    name, tool_call_id: of a tool's result, where the data says them.
+    """
 
     role: str
     content: str
-    answer: bool
+    answer: bool = False
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str | None = None
+    tool_call_id: str | None = None
 
 
 class Chat(NamedTuple):
+    """A conversation. tools: as templates expect them, {"type": "function", "function": {...}}.
+
+    The last message is the assistant's. No role but tool comes twice in a row.
+    """
+
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
-Example = Alpaca | Chat
+class Completion(NamedTuple):
+    """A prompt in plain text (not trained on) and the text that follows it (not blank)."""
+
+    prompt: str
+    completion: str
 
 
-def example_of(row: Any, format: Format = "auto") -> Example:
-    """The content of a row; raises BadRow with the reason when there is nothing to learn in it."""
-    if not isinstance(row, Mapping):
-        raise BadRow("not an object", type(row).__name__)
-    if format != "alpaca" and row.get("messages") is not None:
-        return _chat(row)
-    if format != "messages" and row.get("instruction") is not None:
-        return _alpaca(row)
-    wanted = {"alpaca": "instruction", "messages": "messages"}.get(
-        format, "instruction or messages"
-    )
-    keys = ", ".join(str(key) for key in row) or "none"
-    raise BadRow(f"no {wanted}", f"its keys: {_short(keys)}")
+class Text(NamedTuple):
+    """Plain text, all of it trained on."""
+
+    text: str
+
+
+Example = Alpaca | Chat | Completion | Text
 
 
 def as_chat(example: Example) -> Chat:
-    """An instruction as a question with its answer; a conversation as it is."""
+    """An instruction or prompt as a question with its answer; a conversation as it is.
+
+    Raises BadRow for plain text, which has no roles.
+    """
     if isinstance(example, Chat):
         return example
-    question = "\n\n".join(part for part in (example.instruction, example.input) if part)
-    return Chat((Message("user", question, False), Message("assistant", example.output, True)))
+    if isinstance(example, Text):
+        raise BadRow("plain text has no roles", "a chat template needs messages")
+    if isinstance(example, Completion):
+        question, answer = example
+    else:
+        question = "\n\n".join(part for part in (example.instruction, example.input) if part)
+        answer = example.output
+    return Chat((Message("user", question), Message("assistant", answer, answer=True)))
 
 
 def as_alpaca(example: Example) -> Alpaca:
-    """A single question with its answer as an instruction; BadRow for other conversations."""
+    """A single question with its answer as an instruction; BadRow for anything else."""
     if isinstance(example, Alpaca):
         return example
-    roles = [message.role for message in example.messages]
-    if roles != ["user", "assistant"]:
+    if isinstance(example, Completion):
+        return Alpaca(example.prompt, "", example.completion)
+    messages = example.messages if isinstance(example, Chat) else ()
+    plain = not any(message.tool_calls or message.reasoning for message in messages)
+    if [message.role for message in messages] != ["user", "assistant"] or not plain:
         raise BadRow("not one question with one answer", "template: alpaca needs that")
-    question, answer = example.messages
+    question, answer = messages
     return Alpaca(question.content, "", answer.content)
-
-
-def _alpaca(row: Mapping[str, Any]) -> Alpaca:
-    texts = [_text(row.get(key), key) for key in ("instruction", "input", "output")]
-    if not texts[2].strip():
-        raise BadRow("no answer")
-    if not (texts[0] + texts[1]).strip():
-        raise BadRow("no instruction")
-    return Alpaca(*texts)
-
-
-def _chat(row: Mapping[str, Any]) -> Chat:
-    turns = row["messages"]
-    if not isinstance(turns, list) or not turns:
-        raise BadRow("no messages", "a list of at least one is needed")
-    if row.get("tools"):
-        raise BadRow("has tools", "tool calls cannot be trained on yet")
-    messages = tuple(_message(turn) for turn in turns)
-    answers = [m for m in messages if m.role == "assistant"]
-    if not any(message.content.strip() for message in answers):
-        raise BadRow("no answer")
-    if not any(message.answer for message in messages):
-        raise BadRow("no supervised token", "loss_weight is 0 for every answer")
-    return Chat(messages)
-
-
-def _message(turn: Any) -> Message:
-    if not isinstance(turn, Mapping):
-        raise BadRow("a message is not an object", type(turn).__name__)
-    role = turn.get("role")
-    if not isinstance(role, str) or not role:
-        raise BadRow("a message has no role")
-    if turn.get("tool_calls"):
-        raise BadRow("has tools", "tool calls cannot be trained on yet")
-    content = turn.get("content")
-    text = "".join(map(_part, content)) if isinstance(content, list) else _text(content, "content")
-    answer = role == "assistant" and _weight(turn) > 0 and bool(text.strip())
-    return Message(role, text, answer)
-
-
-def _part(part: Any) -> str:
-    """The text of a typed part, under "text" or "value"."""
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind != "text":
-        raise BadRow("content that is not text", f"a part of type {_short(str(kind))}")
-    text = part.get("text")
-    return _text(part.get("value") if text is None else text, "a text part")
-
-
-def _weight(turn: Mapping[str, Any]) -> float:
-    weight = turn.get("loss_weight")
-    if weight is None:
-        return 1.0
-    if weight not in (0, 1):
-        raise BadRow("a loss_weight other than 0 and 1", _short(repr(weight)))
-    return float(weight)
-
-
-def _text(value: Any, name: str) -> str:
-    """Text that can be encoded; missing is empty."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise BadRow(f"{name} is not text", type(value).__name__)
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise BadRow("broken Unicode", f"{name} has half a character") from None
-    return value
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."

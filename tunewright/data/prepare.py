@@ -1,39 +1,35 @@
 """From settings to a sealed token store: read, decide whether it is made already, make it.
 
-Everything that the tokens depend on goes into the fingerprint before any row is rendered.
+The rows are read twice: first they are hashed, which with the tokenizer's files, the template, the
+options and the code makes the fingerprint; only when no store of that name is there, they are
+tokenized. Memory stays bounded: tokens wait on disk, of a row some bytes are kept.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tunewright.contract.failures import DataError
-from tunewright.contract.settings import DataSettings
+from tunewright.contract.failures import DataError, UserError
+from tunewright.contract.lock import Lock, holder
+from tunewright.contract.settings import DatasetSource, DataSettings
 from tunewright.data import fingerprint
-from tunewright.data.documents import Document, arrays_of, encode, fitted
-from tunewright.data.examples import BadRow, Example, example_of
-from tunewright.data.holdout import held_out
-from tunewright.data.render import (
-    Render,
-    Rendered,
-    chat_template_of,
-    renderers,
-    template_of,
-    template_text,
-)
-from tunewright.data.rows import Rows, read_rows
-from tunewright.data.store import TokenStore, discard, sealed_stores, write_store
+from tunewright.data.examples import Example
+from tunewright.data.holdout import is_held_out
+from tunewright.data.leakage import Row, RunIndex
+from tunewright.data.making import Audited, Maker, Seen, judge, refuse
+from tunewright.data.progress import Progress
+from tunewright.data.render import chat_template_of, template_of, template_text
+from tunewright.data.rows import evaluation_sources, read_rows, training_sources
+from tunewright.data.store import TokenStore, discard, sealed_stores
+from tunewright.data.survey import Survey, survey
 from tunewright.data.tokenizer import TextTokenizer, load_tokenizer
 
-_CHUNK = 1024
-_SHOWN = 5
 _OPTIONS = (
-    "format",
     "template",
     "train_on",
     "on_bad_row",
@@ -42,6 +38,11 @@ _OPTIONS = (
     "pack_tokens",
     "eval_fraction",
 )
+_READ = 0.1
+"""Where on the progress bar reading ends."""
+
+_LOCKS = ".locks"
+_LOOK_AGAIN_S = 0.3
 
 
 class Prepared(NamedTuple):
@@ -52,95 +53,88 @@ class Prepared(NamedTuple):
     tokenizer: TextTokenizer
 
 
-@dataclass
-class _Source:
-    """Rows with what they say: an example, or the reason why there is none."""
-
-    rows: Rows
-    contents: list[Example | BadRow]
-    digests: list[bytes]
-
-    @property
-    def examples(self) -> list[Example]:
-        return [content for content in self.contents if not isinstance(content, BadRow)]
-
-
-@dataclass
-class _Tally:
-    """What became of the rows that are not whole documents."""
-
-    bad: list[tuple[str, BadRow]] = field(default_factory=list)
-    truncated: int = 0
-
-    def dropped(self) -> dict[str, int]:
-        return dict(Counter(error.reason for _, error in self.bad).most_common())
-
-
-def prepare(settings: DataSettings, tokens_root: Path) -> Prepared:
+def prepare(
+    settings: DataSettings,
+    tokens_root: Path,
+    audited: Audited = lambda audit, problems: None,
+    progress: Progress | None = None,
+) -> Prepared:
     """The token store of these settings below a folder, made only when it is not there.
 
-    Raises UserError for what the user can fix in settings and paths, DataError for the rows.
+    Raises UserError for what the user can fix in settings and paths, DataError for the rows; then
+    nothing is sealed.
     """
-    tokenizer = load_tokenizer(settings.model_name, settings.model_revision)
-    train = _read(settings, settings.dataset_name)
-    held = _read(settings, settings.eval_dataset) if settings.eval_dataset else None
-    templates = _templates(settings, train, held)
-    parts = _parts(settings, tokenizer, templates, train, held)
-    name = fingerprint.fingerprint_of(parts)
-    if (store := _existing(tokens_root / name)) is not None:
-        return Prepared(store, "hit: same content", tokenizer)
-    newest = next(iter(sealed_stores(tokens_root)), None)
-    cache = fingerprint.why_missed(parts, newest and newest["parts"])
-    if (tokens_root / name).exists():
-        discard(tokens_root / name)
-    renders = renderers(tokenizer, templates)
-    tally = _Tally()
-    documents = _documents(settings, tokenizer, renders, train, tally)
-    sides = _sides(settings, documents, train)
-    if held is not None:
-        sides["eval"] = _documents(settings, tokenizer, renders, held, tally)
-    _refuse(settings, tally, len(train.rows) + (len(held.rows) if held else 0))
-    _require(settings, sides, tally)
-    facts = _facts(settings, tokenizer, templates, tally)
-    facts |= {"parts": parts, **_row_counts(sides, train, held)}
-    arrays = {side: arrays_of(found, settings.pack_tokens) for side, found in sides.items()}
-    return Prepared(write_store(tokens_root, name, arrays, facts), cache, tokenizer)
-
-
-def _read(settings: DataSettings, name: str) -> _Source:
-    rows = read_rows(name, settings.dataset_revision, settings.dataset_split)
-    contents = [_content(value, settings) for value in rows.values]
-    return _Source(rows, contents, [fingerprint.digest_of(content) for content in contents])
-
-
-def _content(value: Any, settings: DataSettings) -> Example | BadRow:
+    progress = progress or Progress()
     try:
-        return example_of(value, settings.format)
-    except BadRow as error:
-        return error
+        tokenizer = load_tokenizer(settings.model_name, settings.model_revision)
+        seen = _read(settings, progress)
+        parts = _parts(settings, tokenizer, seen)
+        path = tokens_root / fingerprint.fingerprint_of(parts)
+        store, cache = _existing(path), fingerprint.why_hit()
+        if store is None:
+            with _turn(path, progress):
+                store, cache = _existing(path), f"{cache}, made just now by another run"
+                if store is None:
+                    cache = _why_missed(parts, path)
+                    facts = _facts(settings, tokenizer, seen) | {"parts": parts}
+                    maker = Maker(settings, tokenizer, seen, progress)
+                    return Prepared(maker.make(path, facts, audited), cache, tokenizer)
+        judge(settings, store.facts["audit"], audited)
+        return Prepared(store, cache, tokenizer)
+    finally:
+        progress.close()
 
 
-def _templates(settings: DataSettings, *sources: _Source | None) -> list[str]:
-    """The templates in use; a chat template that no row needs changes nothing."""
-    examples = (example for source in sources if source for example in source.examples)
-    return sorted({template_of(example, settings.template) for example in examples})
+def _read(settings: DataSettings, progress: Progress) -> Seen:
+    """Read all rows once, and remember the words of evaluation rows."""
+    fraction = settings.eval_fraction
+    wants_index = bool(fraction or settings.eval_dataset)
+    index = RunIndex() if wants_index else None
+    held = None
+    if settings.eval_dataset:
+        progress.stage("reading evaluation rows", None, _READ / 2)
+        held = _survey(settings, evaluation_sources(settings), index, 1.0, progress)
+    progress.stage("reading rows", None, _READ)
+    train = _survey(settings, training_sources(settings), index, fraction, progress)
+    for source in (train, *([held] if held else [])):
+        refuse(settings, source.bad, source.rows)
+    return Seen(train, held, index)
 
 
-def _parts(
+def _survey(
     settings: DataSettings,
-    tokenizer: TextTokenizer,
-    templates: Sequence[str],
-    train: _Source,
-    held: _Source | None,
-) -> dict[str, str | None]:
-    """The hashes that make the fingerprint, one for each thing that a user could change."""
+    sources: Sequence[DatasetSource],
+    index: RunIndex | None,
+    fraction: float,
+    progress: Progress,
+) -> Survey:
+    """One reading; the fraction of the rows that is held out goes into the index."""
+    rows = read_rows(*sources)
+
+    def template(example: Example) -> str:
+        return template_of(example, settings.template, settings.chat_template)
+
+    def look(found: list[Row]) -> None:
+        if index is not None and fraction:
+            index.add([row for row in found if is_held_out(row[2], fraction)], rows.place)
+
+    return survey(rows, template, look, progress.at)
+
+
+def _parts(settings: DataSettings, tokenizer: TextTokenizer, seen: Seen) -> dict[str, Any]:
+    """What makes the fingerprint, one entry for each thing that a user could change.
+
+    Hashes, but for the options, whose names and values a message about the cache can tell.
+    """
     return {
-        "rows": fingerprint.of_rows(train.digests),
-        "eval_rows": fingerprint.of_rows(held.digests) if held else None,
+        "rows": seen.train.digest,
+        "eval_rows": seen.held.digest if seen.held else None,
         "tokenizer": tokenizer.digest,
-        "template": fingerprint.of_value([template_text(tokenizer, name) for name in templates]),
-        "options": fingerprint.of_value({name: getattr(settings, name) for name in _OPTIONS}),
-        "version": fingerprint.of_value(fingerprint.DATA_VERSION),
+        "template": fingerprint.of_value(
+            [template_text(tokenizer, name, settings.chat_template) for name in seen.templates]
+        ),
+        "options": {name: getattr(settings, name) for name in _OPTIONS},
+        "code": fingerprint.code_version(),
     }
 
 
@@ -151,113 +145,53 @@ def _existing(path: Path) -> TokenStore | None:
         return None
 
 
-def _documents(
-    settings: DataSettings,
-    tokenizer: TextTokenizer,
-    renders: dict[str, Render],
-    source: _Source,
-    tally: _Tally,
-) -> list[Document]:
-    """The rows that can be trained on as documents, numbered from 1; the others are tallied."""
-    found = []
-    for chunk in _chunks(_rendered(settings, renders, source, tally)):
-        for document in encode(tokenizer, chunk, settings.train_on):
-            try:
-                kept = fitted(document, settings.max_length, settings.on_too_long)
-            except BadRow as error:
-                tally.bad.append((source.rows.place(document.row - 1), error))
-                continue
-            tally.truncated += len(kept.ids) < len(document.ids)
-            found.append(kept)
-    return found
+def _why_missed(parts: dict[str, Any], path: Path) -> str:
+    """Why there is no store; a damaged one is put out of the way."""
+    sealed = [facts["parts"] for facts in sealed_stores(path.parent) if "parts" in facts]
+    if path.exists():
+        discard(path)
+        return "miss: the tokens were damaged"
+    return fingerprint.why_missed(parts, sealed)
 
 
-def _rendered(
-    settings: DataSettings, renders: dict[str, Render], source: _Source, tally: _Tally
-) -> Iterator[tuple[int, Rendered]]:
-    for index, content in enumerate(source.contents):
-        try:
-            if isinstance(content, BadRow):
-                raise content
-            rendered = renders[template_of(content, settings.template)](content)
-        except BadRow as error:
-            tally.bad.append((source.rows.place(index), error))
-        else:
-            yield index + 1, rendered
+@contextmanager
+def _turn(path: Path, progress: Progress) -> Iterator[None]:
+    """Make the tokens of a fingerprint alone; who comes second waits, and says for whom."""
+    lock = Lock(path.parent / _LOCKS / f"{path.name}.json")
+    said = False
+    try:
+        while not lock.take():
+            if not said:
+                progress.close()
+                who = (holder(lock.path) or "another run").replace("the flow with pid", "process")
+                print(f"{who} makes the same tokens; waiting for it", file=sys.stderr, flush=True)
+                said = True
+            time.sleep(_LOOK_AGAIN_S)
+    except OSError as error:
+        raise UserError(
+            f"cannot write below {path.parent}: {error.strerror or error}; "
+            "free some space there, or set output_dir to a folder that can be written"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
-def _chunks(items: Iterator[tuple[int, Rendered]]) -> Iterator[list[tuple[int, Rendered]]]:
-    while chunk := list(islice(items, _CHUNK)):
-        yield chunk
-
-
-def _sides(
-    settings: DataSettings, documents: list[Document], source: _Source
-) -> dict[str, list[Document]]:
-    digests = [source.digests[document.row - 1] for document in documents]
-    held = held_out(digests, settings.eval_fraction)
-    sides = {"train": [d for d, out in zip(documents, held, strict=True) if not out]}
-    if any(held):
-        sides["eval"] = [d for d, out in zip(documents, held, strict=True) if out]
-    return sides
-
-
-def _refuse(settings: DataSettings, tally: _Tally, total: int) -> None:
-    """Stop over rows that the settings do not allow to be left out."""
-    long = [f"{at} ({why.detail})" for at, why in tally.bad if why.reason == "too long"]
-    if long and settings.on_too_long == "fail":
-        raise DataError(
-            f"{len(long)} of {total} rows have more than max_length={settings.max_length} tokens: "
-            f"{_places(long)}; raise max_length, or set on_too_long: truncate or drop"
-        )
-    bad = [f"{at}: {why}" for at, why in tally.bad if why.reason != "too long"]
-    if bad and settings.on_bad_row == "fail":
-        raise DataError(
-            f"{len(bad)} of {total} rows cannot be trained on: {_places(bad)}; "
-            "mend them, or leave them out with on_bad_row: drop"
-        )
-
-
-def _places(found: list[str]) -> str:
-    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return "; ".join(found[:_SHOWN] + more)
-
-
-def _require(settings: DataSettings, sides: dict[str, list[Document]], tally: _Tally) -> None:
-    for side, name in (("train", settings.dataset_name), ("eval", settings.eval_dataset)):
-        if side in sides and not sides[side]:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in tally.dropped().items())
-            raise DataError(f"no row of {name} can be trained on: {reasons}")
-    if settings.eval_fraction and "eval" not in sides:
-        raise DataError(
-            f"eval_fraction is {settings.eval_fraction} but {settings.dataset_name} has one "
-            "distinct row; add rows, or set eval_fraction: 0"
-        )
-
-
-def _facts(
-    settings: DataSettings, tokenizer: TextTokenizer, templates: Sequence[str], tally: _Tally
-) -> dict[str, Any]:
+def _facts(settings: DataSettings, tokenizer: TextTokenizer, seen: Seen) -> dict[str, Any]:
     """What stands in the manifest beside counts and hashes."""
     specials = ("bos", "eos", "pad")
+    templates = seen.templates
+    commits = {name: c for source in seen.sources for name, c in source.source.commits.items()}
     return {
         "pack_tokens": settings.pack_tokens,
         "max_length": settings.max_length,
         "vocabulary": tokenizer.vocabulary,
         "special_ids": {name: tokenizer.id_of(f"{name}_token") for name in specials},
         "templates": list(templates),
-        "chat_template": chat_template_of(tokenizer) if "chat" in templates else None,
-        "dropped": tally.dropped(),
-        "truncated": tally.truncated,
+        "chat_template": chat_template_of(tokenizer, settings.chat_template)
+        if "chat" in templates
+        else None,
+        "formats": sorted({f for source in seen.sources for f in source.source.formats.values()}),
+        "dataset_commits": commits,
     }
-
-
-def _row_counts(
-    sides: dict[str, list[Document]], train: _Source, held: _Source | None
-) -> dict[str, Any]:
-    """Rows read, and those of each side; held-out rows of the same source are not the train's."""
-    apart = len(sides.get("eval", ())) if held is None else 0
-    counts = {"train": {"rows": len(train.rows) - apart}}
-    if "eval" in sides:
-        counts["eval"] = {"rows": apart or (len(held.rows) if held else 0)}
-    return {"rows": len(train.rows), "counts": counts}

@@ -1,191 +1,191 @@
-"""Rows as text, with the part that is trained on.
+"""Examples as text, with the part that is trained on.
 
-The text is rendered once and holds every special token but the BOS that a tokenizer adds by itself.
-Spans are characters of that text, so they do not depend on how it is cut into tokens.
+The text is rendered once and holds every special token but the BOS that a tokenizer adds by itself
+(`Rendered.bos`); it is to be tokenized without adding any. Spans are characters of that text, so
+they do not depend on how it is cut into tokens: a token is supervised when it begins in a span.
+
+    alpaca      the well-known Alpaca text and the end token; the answer is supervised
+    chat        the workload's chat template, else the tokenizer's, else ours; see masks
+    builtin     our chat template, see templates
+    completion  prompt, completion and the end token; the last two are supervised
+    text        the text and the end token, all supervised
+
+`train_on` is decided here, spans are final: `all` supervises the whole text but answers that the
+data excludes (a loss_weight of 0), `last_response` the last answer that the data does not exclude.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from datetime import datetime
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from tunewright.contract.failures import DataError
-from tunewright.data.examples import Alpaca, BadRow, Example, Message, as_alpaca, as_chat
+from tunewright.data.examples import (
+    Alpaca,
+    BadRow,
+    Chat,
+    Completion,
+    Example,
+    Text,
+    as_alpaca,
+    as_chat,
+)
+from tunewright.data.masks import Answers, Span
+from tunewright.data.templates import Template, builtin_of, chat_template_of
 from tunewright.data.tokenizer import TextTokenizer
+from tunewright.data.turns import forms_of, turns_of
+
+__all__ = ["Render", "Rendered", "chat_template_of", "renderers", "template_of", "template_text"]
 
 ALPACA_PROMPT = "### Instruction:\n{instruction}\n\n"
 ALPACA_INPUT = "### Input:\n{input}\n\n"
 ALPACA_ANSWER = "### Response:\n"
 
-PLAIN_CHAT = """\
-{% for message in messages %}### {{ message.role | capitalize }}:
-{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}
-
-
-{% endfor %}{% if add_generation_prompt %}### Assistant:
-{% endif %}"""
-"""The chat template for a tokenizer that has none: it needs no token but the end token."""
-
-CLOCK = datetime(2026, 1, 1)
-"""The day a template sees that asks for one: the same rows must give the same tokens tomorrow."""
+TrainOn = Literal["responses", "all", "last_response"]
 
 
 class Rendered(NamedTuple):
     """Text and the characters (start, end) that are supervised; `bos`: put the BOS before it."""
 
     text: str
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
     bos: bool
 
 
 Render = Callable[[Example], Rendered]
 
 
-def template_of(example: Example, template: Literal["auto", "alpaca", "chat"]) -> str:
-    """The template an example is rendered with: alpaca or chat."""
+def template_of(example: Example, template: str, chat_template: str | None = None) -> str:
+    """The name of what renders an example: alpaca, chat, builtin, completion or text.
+
+    template: the setting. auto: Alpaca rows get the Alpaca text, unless the workload brings a chat
+    template; prompts with completions and plain text need none.
+    """
+    if isinstance(example, Text):
+        return "text"
     if template != "auto":
         return template
-    return "alpaca" if isinstance(example, Alpaca) else "chat"
+    if isinstance(example, Completion):
+        return "completion"
+    return "alpaca" if isinstance(example, Alpaca) and chat_template is None else "chat"
 
 
-def chat_template_of(tokenizer: TextTokenizer) -> str:
-    """The tokenizer's own chat template, or ours, with a BOS where the tokenizer adds one."""
-    if tokenizer.chat_template is not None:
-        return tokenizer.chat_template
-    return ("{{ bos_token }}" if tokenizer.adds_bos else "") + PLAIN_CHAT
+def renderers(
+    tokenizer: TextTokenizer,
+    templates: Sequence[str],
+    chat_template: str | None = None,
+    train_on: TrainOn = "responses",
+) -> dict[str, Render]:
+    """The renderers by the names that `template_of` gives; chat_template: Jinja text or a path.
+
+    They raise BadRow for an example that they cannot render. Raises UserError for a tokenizer
+    without an end token and for a chat template that is broken or cannot be read.
+    """
+    makers: dict[str, Callable[[], Render]] = {
+        "alpaca": lambda: AlpacaText(tokenizer, train_on),
+        "chat": lambda: ChatText(tokenizer, train_on, chat_template_of(tokenizer, chat_template)),
+        "builtin": lambda: ChatText(tokenizer, train_on, builtin_of(tokenizer)),
+        "completion": lambda: CompletionText(tokenizer, train_on),
+        "text": lambda: PlainText(tokenizer),
+    }
+    return {name: makers[name]() for name in templates}
+
+
+def template_text(tokenizer: TextTokenizer, template: str, chat_template: str | None = None) -> str:
+    """What stands for a template in the fingerprint; raises as `renderers` does."""
+    if template == "alpaca":
+        return ALPACA_PROMPT + ALPACA_INPUT + ALPACA_ANSWER
+    if template == "chat":
+        return chat_template_of(tokenizer, chat_template)
+    return builtin_of(tokenizer) if template == "builtin" else template
 
 
 class AlpacaText:
     """The well-known Alpaca text, closed by the end token."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._eos = tokenizer.eos
-        self._bos = tokenizer.adds_bos
+    def __init__(self, tokenizer: TextTokenizer, train_on: TrainOn = "responses") -> None:
+        self._close = _Closer(tokenizer, train_on)
 
     def __call__(self, example: Example) -> Rendered:
         row = as_alpaca(example)
         prompt = ALPACA_PROMPT.format(instruction=row.instruction)
         prompt += ALPACA_INPUT.format(input=row.input) if row.input else ""
-        prompt += ALPACA_ANSWER
-        text = prompt + row.output + self._eos
-        return Rendered(text, ((len(prompt), len(text)),), self._bos)
+        return self._close(prompt + ALPACA_ANSWER, row.output)
+
+
+class CompletionText:
+    """A prompt and its completion as they are, closed by the end token."""
+
+    def __init__(self, tokenizer: TextTokenizer, train_on: TrainOn = "responses") -> None:
+        self._close = _Closer(tokenizer, train_on)
+
+    def __call__(self, example: Example) -> Rendered:
+        if not isinstance(example, Completion):
+            raise BadRow("not a prompt with a completion")
+        return self._close(example.prompt, example.completion)
+
+
+class PlainText:
+    """Text as it is, closed by the end token."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._close = _Closer(tokenizer, "all")
+
+    def __call__(self, example: Example) -> Rendered:
+        if not isinstance(example, Text):
+            raise BadRow("not plain text")
+        return self._close("", example.text)
 
 
 class ChatText:
-    """A conversation by a chat template; an answer's span is found by rendering what precedes it.
+    """A conversation by a chat template. No BOS is added: a template writes its own."""
 
-    No BOS is added: a template writes its own.
-    """
-
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        if tokenizer.chat_template is None:
-            _ = tokenizer.eos  # our template needs it, an error says so
-        self._specials = dict(tokenizer.special_tokens)
-        try:
-            self._template = _environment().from_string(chat_template_of(tokenizer))
-        except jinja2.TemplateError as error:
-            raise DataError(f"the chat template of {tokenizer.name} is broken: {error}") from error
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        train_on: TrainOn = "responses",
+        source: str | None = None,
+    ) -> None:
+        """`source`: Jinja text instead of the tokenizer's own template or ours."""
+        template = Template(source or chat_template_of(tokenizer), tokenizer.special_tokens)
+        self._forms = forms_of(template)
+        self._answers = Answers(template, tokenizer)
+        self._train_on = train_on
 
     def __call__(self, example: Example) -> Rendered:
-        messages = as_chat(example).messages
-        text = self._text(messages)
-        spans = tuple(
-            self._span(text, messages, turn) for turn, m in enumerate(messages) if m.answer
-        )
-        return Rendered(text, spans, False)
+        chat = as_chat(example)
+        turns, tools = turns_of(chat, self._forms, self._wanted(chat))
+        text, found = self._answers.find(turns, tools)
+        spans = [span for number in found for span in found[number]]
+        if self._train_on == "all":
+            spans = _outside(spans, len(text))
+        return Rendered(text, tuple(spans), False)
 
-    def _span(self, text: str, messages: Sequence[Message], turn: int) -> tuple[int, int]:
-        """From the end of the generation prompt to the end token of the answer."""
-        closed = text if turn == len(messages) - 1 else self._text(messages[: turn + 1])
-        if not text.startswith(closed):
-            raise BadRow(
-                "the chat template rewrites earlier turns",
-                f"what follows message {turn + 1} changes its text",
-            )
-        start = self._start(closed, messages, turn)
-        # A line break after the end token is the template's, no model is asked to write it.
-        return start, max(start, len(closed.rstrip()))
-
-    def _start(self, closed: str, messages: Sequence[Message], turn: int) -> int:
-        prompt = self._prompt(messages[:turn])
-        if prompt is not None and closed.startswith(prompt):
-            return len(prompt)
-        # The generation prompt holds more than a finished turn keeps, such as an opened thought.
-        before = self._prompt(messages[:turn], add_generation_prompt=False)
-        floor = len(before) if before is not None and closed.startswith(before) else 0
-        found = closed.rfind(messages[turn].content.strip(), floor)
-        if found < 0:
-            raise BadRow("the chat template changes the answer", f"message {turn + 1}")
-        return found
-
-    def _prompt(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
-    ) -> str | None:
-        """What precedes an answer; None where the template cannot render so little."""
-        try:
-            return self._text(messages, add_generation_prompt)
-        except BadRow:
-            return None
-
-    def _text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        turns = [{"role": m.role, "content": m.content} for m in messages]
-        try:
-            return self._template.render(
-                messages=turns,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._specials,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise BadRow("the chat template refuses it", str(error)) from error
+    def _wanted(self, chat: Chat) -> list[bool]:
+        """The messages whose spans are needed: the supervised ones, under `all` the others."""
+        if self._train_on == "all":
+            return [m.role == "assistant" and not m.answer for m in chat.messages]
+        wanted = [message.answer for message in chat.messages]
+        if self._train_on == "last_response" and any(wanted):
+            last = max(number for number, answer in enumerate(wanted) if answer)
+            wanted = [number == last for number in range(len(wanted))]
+        return wanted
 
 
-def renderers(tokenizer: TextTokenizer, templates: Sequence[str]) -> dict[str, Render]:
-    """The renderers of the templates in use, by name."""
-    makers: dict[str, Callable[[TextTokenizer], Render]] = {"alpaca": AlpacaText, "chat": ChatText}
-    return {name: makers[name](tokenizer) for name in templates}
+class _Closer:
+    """A prompt with its answer, which the end token closes."""
+
+    def __init__(self, tokenizer: TextTokenizer, train_on: TrainOn) -> None:
+        self._eos = tokenizer.eos
+        self._bos = tokenizer.adds_bos
+        self._all = train_on == "all"
+
+    def __call__(self, prompt: str, answer: str) -> Rendered:
+        text = prompt + answer + self._eos
+        return Rendered(text, ((0 if self._all else len(prompt), len(text)),), self._bos)
 
 
-def template_text(tokenizer: TextTokenizer, template: str) -> str:
-    """What stands for a template in the fingerprint."""
-    if template == "alpaca":
-        return ALPACA_PROMPT + ALPACA_INPUT + ALPACA_ANSWER
-    return chat_template_of(tokenizer)
-
-
-class _Generation(Extension):
-    """Templates may mark answers with {% generation %}; for the text the mark means nothing."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja reads it from the class
-
-    def parse(self, parser: Parser) -> Node | list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates know it from transformers: same filters, same functions."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = CLOCK.strftime
-    return environment
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _outside(spans: Sequence[Span], length: int) -> list[Span]:
+    """What lies between spans, which ascend."""
+    starts = [0, *(end for _, end in spans)]
+    ends = [*(start for start, _ in spans), length]
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]

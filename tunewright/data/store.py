@@ -1,17 +1,19 @@
 """The sealed, memory-mapped token store: its files, how it is written, how it is read.
 
     <tokens_root>/<fingerprint>/
-      train/tokens.npy        uint16 or uint32 [tokens]: ids, documents contiguous, in pack order
-      train/documents.npy     int64 [documents + 1]: offsets into tokens
-      train/rows.npy          int64 [documents]: the source row of each document, counted from 1
-      train/spans.npy         uint32 [spans, 2]: supervised (start, end) within their document
-      train/span_offsets.npy  int64 [documents + 1]: offsets into spans
-      train/packs.npy         int64 [packs + 1]: offsets into documents
+      train/tokens.npy        uint [tokens]: ids, documents contiguous, in pack order
+      train/documents.npy     uint [documents + 1]: offsets into tokens
+      train/rows.npy          uint [documents]: the source row of each document, counted from 1
+      train/spans.npy         uint [spans, 2]: supervised (start, end) within their document
+      train/span_offsets.npy  uint [documents + 1]: offsets into spans
+      train/packs.npy         uint [packs + 1]: offsets into documents
       eval/                   the same, only when rows are held out
       manifest.json           the seal, with the facts
 
-Reading needs numpy alone. A writer works in a hidden folder beside the final place and moves it
-there when it is sealed, so an interrupted one leaves nothing that looks finished.
+Every array takes the smallest of uint16, uint32 and int64 that holds it; README.md beside this
+file is the whole format. Reading needs numpy alone. A writer works in a hidden folder beside the
+final place and moves it there when it is sealed, so an interrupted one leaves nothing that looks
+finished.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,10 +48,25 @@ Ints = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Ids too many for memory: `count` of them, whose blocks can be read in order, once or more."""
+
+    count: int
+    dtype: npt.DTypeLike
+    read: Callable[[], Iterator[Ints]]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Ints]:
+        return self.read()
+
+
+@dataclass(frozen=True)
 class SplitArrays:
     """The arrays of one split as the files hold them; see the module's docstring for shapes."""
 
-    tokens: Ints
+    tokens: Ints | Blocks
     documents: Ints
     rows: Ints
     spans: Ints
@@ -83,7 +100,10 @@ class Split:
     """The packs of one split: `len(split)` of them, `split[i]` is a Pack."""
 
     def __init__(self, folder: Path, counts: Mapping[str, int]) -> None:
-        self._arrays = SplitArrays(**{f.name: _mapped(folder, f.name) for f in fields(SplitArrays)})
+        found = {f.name: _mapped(folder, f.name) for f in fields(SplitArrays)}
+        self._folder = folder
+        self._tokens = found["tokens"]
+        self._arrays = SplitArrays(**found)
         self.rows = counts["rows"]
         self.documents = counts["documents"]
         self.tokens = counts["tokens"]
@@ -95,7 +115,7 @@ class Split:
     def __getitem__(self, index: int) -> Pack:
         first, last = self._documents_of(index)
         offsets = self._arrays.documents[first : last + 1]
-        ids = self._arrays.tokens[offsets[0] : offsets[-1]].astype(np.int64)
+        ids = self._tokens[offsets[0] : offsets[-1]].astype(np.int64)
         supervised = self._supervised(first, last, offsets - offsets[0])
         return Pack(ids, supervised, np.diff(offsets).astype(np.int64))
 
@@ -106,6 +126,16 @@ class Split:
         """The source rows of a pack's documents, int64 [documents], counted from 1."""
         first, last = self._documents_of(index)
         return np.array(self._arrays.rows[first:last], dtype=np.int64)
+
+    def to_dataset(self) -> Any:
+        """The packs as a `datasets.Dataset`, one row each, written once to its cache.
+
+        Columns: input_ids and labels (-100 where nothing is learnt), position_ids (from 0 in each
+        document) and seq_lengths (tokens of each document). Needs the datasets library.
+        """
+        from tunewright.data.interop import dataset_of
+
+        return dataset_of(self._folder.parent, self._folder.name)
 
     def _documents_of(self, index: int) -> tuple[int, int]:
         if not -len(self) <= index < len(self):
@@ -157,6 +187,13 @@ class TokenStore:
         if wrong := rundir.damage(path, facts, sizes_only=not verify):
             raise DataError(f"{wrong[0]}; delete {path} and tokenize again")
         return cls(path, facts)
+
+
+def compact(array: Ints) -> Ints:
+    """The same numbers, none negative, in the smallest of uint16, uint32 and int64."""
+    largest = int(array.max(initial=0))
+    kind = np.uint16 if largest < 1 << 16 else np.uint32 if largest < 1 << 32 else np.int64
+    return array.astype(kind, copy=False)
 
 
 def token_dtype(vocabulary: int) -> npt.DTypeLike:
@@ -248,10 +285,24 @@ def _abandoned(folder: Path, host: str, pid: int) -> bool:
 def _write_split(folder: Path, arrays: SplitArrays) -> None:
     folder.mkdir(parents=True)
     for field in fields(SplitArrays):
+        found = getattr(arrays, field.name)
         with (folder / f"{field.name}.npy").open("wb") as file:
-            np.save(file, getattr(arrays, field.name), allow_pickle=False)
+            if isinstance(found, Blocks):
+                _write_blocks(file, found)
+            else:
+                kept = found if field.name == "tokens" else compact(found)
+                np.save(file, kept, allow_pickle=False)
             file.flush()
             os.fsync(file.fileno())
+
+
+def _write_blocks(file: BinaryIO, blocks: Blocks) -> None:
+    """A .npy file of one dimension, block after block: volumes know no writing in the middle."""
+    descr = np.lib.format.dtype_to_descr(np.dtype(blocks.dtype))
+    header = {"descr": descr, "fortran_order": False, "shape": (len(blocks),)}
+    np.lib.format.write_array_header_1_0(file, header)
+    for block in blocks:
+        file.write(np.ascontiguousarray(block, dtype=blocks.dtype).data)
 
 
 def _publish(draft: Path, final: Path) -> None:

@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.settings import is_path
-from tunewright.data.rows import hub_error
+from tunewright.data.hub import hub_error
 
 TOKENIZER_JSON = "tokenizer.json"
 _FILES = (

@@ -555,6 +555,43 @@ def test_paths_given_by_set_are_relative_to_the_working_directory(tmp_path, monk
     assert whole.parameters["dataset_name"] == f"{tmp_path}/here/d"
 
 
+def test_the_names_of_several_datasets_are_paths_too(tmp_path, monkeypatch):
+    (tmp_path / "file").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    sources = [{"name": "./a.jsonl:train[:5]"}, {"name": "org/rows:test", "weight": 2}]
+    given_ = {"model_name": "a/b", "datasets": sources, "chat_template": "./chat.jinja"}
+    file = tmp_path / "file" / "w.yaml"
+    file.write_text(yaml.safe_dump({**BASE, "command": OURS, "parameters": given_}))
+    found = Workload.load(file).parameters
+    assert [source["name"] for source in found["datasets"]] == [
+        f"{tmp_path}/file/a.jsonl:train[:5]",
+        "org/rows:test",
+    ]
+    assert found["chat_template"] == f"{tmp_path}/file/chat.jinja"
+    one = Workload.load(file, {"parameters.datasets.0.name": "./b"}).parameters["datasets"]
+    assert one[0]["name"] == f"{tmp_path}/here/b"
+    every = Workload.load(file, {"parameters.datasets": "[{name: ./c}]"}).parameters["datasets"]
+    assert every == [{"name": f"{tmp_path}/here/c"}]
+    text = Workload.load(file, {"parameters.chat_template": "{{ x }}"}).parameters
+    assert text["chat_template"] == "{{ x }}"
+    assert given_["datasets"][0]["name"] == "./a.jsonl:train[:5]"
+
+
+def test_problems_of_several_datasets_have_their_paths():
+    sources = [{"name": "a/b", "weight": 0}, {"weight": 1, "oops": "text"}]
+    several = {"command": OURS, "parameters": {"model_name": "a/b", "datasets": sources}}
+    assert {path for path, _ in problems(**several)} == {
+        "parameters.datasets.0.weight",
+        "parameters.datasets.1.name",
+        "parameters.datasets.1.oops",
+    }
+    (both,) = problems(**ours(datasets=[{"name": "a/b"}]))
+    assert both == ("parameters.dataset_name", "dataset_name and datasets are both set; keep one")
+    (none,) = problems(command=OURS, parameters={"model_name": "a/b"})
+    assert none[0] == "parameters.dataset_name"
+
+
 def test_a_user_s_own_paths_are_left_alone(tmp_path):
     file = tmp_path / "w.yaml"
     file.write_text(yaml.safe_dump({**BASE, "parameters": {"model_name": "./m"}}))

@@ -1,8 +1,11 @@
 import json
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from tunewright.contract.settings import DataSettings
 from tunewright.data.tokenizer import TextTokenizer, load_tokenizer
@@ -10,6 +13,10 @@ from tunewright.data.tokenizer import TextTokenizer, load_tokenizer
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "deployments" / "model"
 LLAMA = ROOT / "tests" / "data" / "models" / "llama"
+TEMPLATES = ROOT / "tests" / "data" / "templates"
+SPECIAL = re.compile(
+    r"<\|\w+\|>|<\w+_of_turn>|</?(?:think|tool_call|s)>|\[/?[A-Z_]+\]|\[gMASK\]|<sop>"
+)
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +29,25 @@ def demo() -> TextTokenizer:
 def llama() -> TextTokenizer:
     """A tokenizer that adds a BOS and trims spaces from its offsets, as Llama 3 does."""
     return load_tokenizer(str(LLAMA))
+
+
+@pytest.fixture(scope="session")
+def stand_in(demo):
+    """A tokenizer with a stand-in for the chat template of a family, by name, and its tokens."""
+
+    def make(family: str) -> TextTokenizer:
+        source = (TEMPLATES / f"{family}.jinja").read_text()
+        backend = Tokenizer.from_str(demo.backend.to_str())
+        # Llama's and ChatML's headings hold a role; the tokens are what stands around it.
+        found = {"<s>", "</s>", "<|user|>", "<|assistant|>", *SPECIAL.findall(source)}
+        backend.add_special_tokens([AddedToken(token, special=True) for token in sorted(found)])
+        backend.post_processor = demo.backend.post_processor
+        specials = {"bos_token": "<s>", "eos_token": "</s>"}
+        return replace(
+            demo, name=family, backend=backend, special_tokens=specials, chat_template=source
+        )
+
+    return make
 
 
 @pytest.fixture
