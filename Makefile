@@ -68,7 +68,7 @@ ui: setup ## the Prefect UI of the demo's runs, on http://127.0.0.1:4200
 	  $(BIN)/prefect server start --host 127.0.0.1 --port 4200
 
 test: setup-all ## every test; real rows are used where TUNEWRIGHT_TEST_DATA names them
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
 check: setup-all ## format, lint, types, import walls, spelling
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
