@@ -126,7 +126,10 @@ class Run:
 
     def code_folder(self) -> Path | None:
         """The unpacked snapshot; None when the workload has no code_source."""
-        return snapshot.unpack(self.code, self.dir.code) if self.code else None
+        if self.code is None:
+            return None
+        # By its hash: a resumed run whose code has changed gets the new one.
+        return snapshot.unpack(self.code, self.dir.code / self.code.sha256[:12])
 
     def mlflow(self) -> dict[str, str]:
         """MLFLOW_RUN_ID and MLFLOW_TRACKING_URI, once the run is open."""

@@ -3,7 +3,7 @@
     <output_dir>/tokens/<fingerprint>/            sealed tokens, shared by runs with the same data
     <output_dir>/<run>/workload.yaml              the effective workload, secret names only
                        hyperparameters.yaml       what the command reads
-                       code/<folder>/             the unpacked snapshot, when there is one
+                       code/<hash>/<folder>/      the unpacked snapshot, when there is one
                        state/                     small files, each written once (the lock apart)
                        logs/attempt-1/node-0.log  one log per node, secrets scrubbed
                        logs/attempt-1/events.jsonl  what the recipe did, step by step
