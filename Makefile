@@ -4,6 +4,8 @@
 unexport PYTHONDONTWRITEBYTECODE
 # The environment of the person who calls make must not decide what is installed.
 unexport VIRTUAL_ENV
+# Several processes share the cores in the tests: waiting threads must not spin.
+export OMP_WAIT_POLICY := PASSIVE
 
 PYTHON ?= python3
 VENV := .venv

@@ -65,9 +65,10 @@ def _new(root: Path, experiment: str, identity: Mapping[str, Any]) -> Chosen:
     run = RunDir(root / f"{experiment}-{secrets.token_hex(4)}")
     try:
         run.state.mkdir(parents=True)
-        write_json(run.identity, {"run": run.name, "created": time.time(), **identity})
         lock = Lock(run.lock)
         lock.take()
+        # Last: without an identity nobody else takes the folder for an unfinished run.
+        write_json(run.identity, {"run": run.name, "created": time.time(), **identity})
     except OSError as error:
         raise UserError(
             f"the run's folder {run.root} cannot be written: {error.strerror}; "

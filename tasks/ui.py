@@ -14,7 +14,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.context import FlowRunContext
-from prefect.exceptions import MissingContextError
+from prefect.exceptions import MissingContextError, PrefectException
 from prefect.runtime import flow_run
 
 from tunewright.contract import receipt as receipts
@@ -60,7 +60,7 @@ def is_cancelling() -> bool:
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(run_id).state
-    except httpx.HTTPError:
+    except (httpx.HTTPError, PrefectException):
         return False
     return state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED)
 

@@ -36,7 +36,8 @@ _STEP = re.compile(r"step-(\d{8})")
 
 def home() -> Path:
     """The folder of all local state: TUNEWRIGHT_HOME, by default ~/.tunewright."""
-    return Path(os.environ.get("TUNEWRIGHT_HOME") or Path.home() / ".tunewright").absolute()
+    given = os.environ.get("TUNEWRIGHT_HOME") or "~/.tunewright"
+    return Path(given).expanduser().absolute()
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def damage(folder: Path, facts: Mapping[str, Any], *, sizes_only: bool = False) 
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object from a small file; None when it is missing or torn."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -226,7 +227,7 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("w") as file:
+        with draft.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
