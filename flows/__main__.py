@@ -100,9 +100,11 @@ def run(
         return
     receipt, code = launcher.run(file, overrides, **options)
     if as_json:
-        _print_json(receipt or {})
-    elif receipt is not None:
+        _print_json(receipt)
+    elif "run" in receipt:
         click.echo("\n".join(launcher.summary(receipt)))
+    else:
+        click.echo(f"error: {receipt['reason']}", err=True)
     sys.exit(code)
 
 
@@ -114,12 +116,12 @@ def list_runs(limit: int, as_json: bool) -> None:
     from flows import api
     from tasks import records
 
-    if api.url():
-        rows = [
-            {"run": found["name"], "state": found["state_name"], "started": found["start_time"]}
-            for found in api.flow_runs(limit)
-        ]
-    else:
+    try:
+        rows = [_row_of_api(found) for found in api.flow_runs(limit)] if api.url() else None
+    except api.ApiFailed as error:
+        click.echo(f"{error}; these are the runs started on this machine", err=True)
+        rows = None
+    if rows is None:
         rows = [_row(records.receipt(name)) for name in records.known()[:limit]]
     if as_json:
         _print_json(rows)
@@ -166,11 +168,21 @@ def cancel(name: str) -> None:
     from tasks import records
 
     here = records.request_cancel(name) if name in records.known() else False
-    there = api.cancel(name) if api.url() else 0
+    try:
+        there = api.cancel(name) if api.url() else 0
+    except api.ApiFailed as error:
+        if not here:
+            raise
+        click.echo(f"{error}; the request in the run's folder is enough", err=True)
+        there = 0
     if not here and not there:
         records.entry(name)
         raise TunewrightError(f"run {name} is not going on; nothing to cancel")
     click.echo(f"asked {name} to end", err=True)
+
+
+def _row_of_api(found: dict[str, Any]) -> dict[str, Any]:
+    return {"run": found["name"], "state": found["state_name"], "started": found["start_time"]}
 
 
 def _row(receipt: dict[str, Any]) -> dict[str, Any]:
@@ -199,6 +211,9 @@ def main() -> int:
     except TunewrightError as error:
         click.echo(f"error: {error}", err=True)
         return error.exit_code
+    except OSError as error:
+        click.echo(f"error: {error.filename or ''}: {error.strerror or error}", err=True)
+        return 1
     except click.ClickException as error:
         error.show()
         return error.exit_code

@@ -66,7 +66,7 @@ def cancel(run: str) -> int:
 def _post(path: str, body: dict[str, Any]) -> Any:
     base = (url() or "").rstrip("/")
     try:
-        answer = httpx.post(f"{base}{path}", json=body, headers=_headers(), timeout=_TIMEOUT_S)
+        answer = httpx.post(f"{base}{path}", json=body, headers=headers(), timeout=_TIMEOUT_S)
         answer.raise_for_status()
         return answer.json()
     except httpx.HTTPStatusError as error:
@@ -83,7 +83,8 @@ def _post(path: str, body: dict[str, Any]) -> Any:
         ) from None
 
 
-def _headers() -> dict[str, str]:
+def headers() -> dict[str, str]:
+    """What the API wants to know of the caller, as Prefect's own client sends it."""
     if key := setting("PREFECT_API_KEY"):
         return {"Authorization": f"Bearer {key}"}
     if pair := setting("PREFECT_API_AUTH_STRING"):

@@ -12,25 +12,26 @@ from typing import Any
 
 from tasks import plan, requirements
 from tasks.targets import target_named
+from tunewright.contract.failures import UserError
 from tunewright.contract.rundir import RunDir
 from tunewright.contract.workload import Workload
 
 
-def run(
-    file: Path, overrides: Mapping[str, str], **options: Any
-) -> tuple[dict[str, Any] | None, int]:
-    """Run the flow; the receipt (None when no run came to be) and the exit code.
+def run(file: Path, overrides: Mapping[str, str], **options: Any) -> tuple[dict[str, Any], int]:
+    """Run the flow; the receipt ({"state", "reason"} when no run came to be) and the exit code.
 
     What can be refused is refused first, before a server is started or anything is written.
     """
-    _refuse(Workload.load(file, overrides), options)
+    workload = Workload.load(file, overrides)
+    _refuse(workload, options)
     from flows.server import prefect_api
 
-    with prefect_api():
+    with prefect_api(without=workload.secrets):
         from flows.sft import sft
+        from tasks.ending import receipt_of
 
         state = sft(file.absolute(), set=dict(overrides), return_state=True, **options)
-        return _told(state)
+        return receipt_of(state)
 
 
 def dry_run(file: Path, overrides: Mapping[str, str], **options: Any) -> dict[str, Any]:
@@ -116,14 +117,10 @@ def _this_command() -> str:
 
 
 def _refuse(workload: Workload, options: Mapping[str, Any]) -> Any:
+    if options["fresh"] and options["resume"]:
+        raise UserError("--fresh and --resume are both given; keep one")
     target = target_named(options["target"])
     requirements.check(workload)
     return target.place(
         workload, simulate=options["simulate"], procs_per_node=options["procs_per_node"]
     )
-
-
-def _told(state: Any) -> tuple[dict[str, Any] | None, int]:
-    from tasks.ending import receipt_of
-
-    return receipt_of(state)

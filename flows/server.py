@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,15 +27,20 @@ _GRACE_S = 3.0
 
 
 @contextmanager
-def prefect_api() -> Iterator[str]:
-    """The configured API's URL, or that of a server which lives as long as this block."""
+def prefect_api(without: Iterable[str] = ()) -> Iterator[str]:
+    """The configured API's URL, or that of a server which lives as long as this block.
+
+    Variables named in `without` (a workload's secrets) are not in the server's environment.
+    """
     if configured := api.url():
         _check(configured)
         yield configured
         return
     with tempfile.TemporaryDirectory(prefix="tunewright-server-") as scratch:
         port, log = _free_port(), home() / "prefect-server.log"
-        guardian = Guardian(_server(port, log, Path(scratch)), {}, _GRACE_S)
+        node = _server(port, log, Path(scratch), set(without))
+        guardian = Guardian(node, {}, _GRACE_S, without=without)
+        guardian.begin()
         try:
             address = f"http://127.0.0.1:{port}/api"
             _wait_healthy(address, guardian, log)
@@ -50,16 +55,17 @@ def prefect_api() -> Iterator[str]:
             guardian.wait_ended()
 
 
-def _server(port: int, log: Path, scratch: Path) -> Node:
+def _server(port: int, log: Path, scratch: Path, hidden: set[str]) -> Node:
     words = ["server", "start", "--host", "127.0.0.1", "--port", str(port)]
     quiet = {
         "PREFECT_SERVER_API_PORT": str(port),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
     }
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return Node(
         argv=[sys.executable, "-m", "prefect", *words],
-        env=marked({**os.environ, **quiet}, scratch, "server"),
+        env=marked({**kept, **quiet}, scratch, "server"),
         cwd=scratch,
         log=log,
         exit=scratch / "exit.json",
@@ -79,7 +85,10 @@ def _wait_healthy(address: str, guardian: Guardian, log: Path) -> None:
 
 def _check(address: str) -> None:
     try:
-        httpx.get(f"{address}/health", timeout=10).raise_for_status()
+        answer = httpx.get(f"{address}/health", headers=api.headers(), timeout=10)
+        # An API that wants a key which we lack answers Prefect's own client in its own words.
+        if answer.status_code not in (401, 403):
+            answer.raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise TunewrightError(
             f"the Prefect API at {address} cannot be reached ({error}); start it, or unset "

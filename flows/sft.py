@@ -20,7 +20,7 @@ from tasks.run import Options, opened
 from tasks.ui import flow_run_name
 
 
-@flow(name="sft", flow_run_name=flow_run_name, persist_result=False)
+@flow(name="sft", flow_run_name=flow_run_name, retries=0, persist_result=False)
 @for_the_reader
 def sft(
     workload: Path | dict[str, Any],

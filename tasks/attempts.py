@@ -18,12 +18,14 @@ _LOST = {
 }
 
 
-def begin(run: RunDir) -> int:
-    """The number of the next attempt, recorded as started."""
-    attempt = max(run.attempts(), default=0) + 1
+def next_number(run: RunDir) -> int:
+    return max(run.attempts(), default=0) + 1
+
+
+def begin(run: RunDir, attempt: int) -> None:
+    """Record an attempt as started."""
     facts = {"attempt": attempt, "started": time.time()}
     write_json(run.attempt_state(attempt) / "started.json", facts)
-    return attempt
 
 
 def conclude(run: RunDir, attempt: int, ending: Ending) -> None:
@@ -36,6 +38,11 @@ def conclude(run: RunDir, attempt: int, ending: Ending) -> None:
         "checkpoint_step": newest_step(run),
     }
     write_json(run.attempt_state(attempt) / "ended.json", facts)
+
+
+def conclude_interrupted(run: RunDir, attempt: int) -> None:
+    """Record that an attempt was left by a signal: in order, with its processes ended."""
+    conclude(run, attempt, Ending(None, "interrupted", "", ()))
 
 
 def ended_well(run: RunDir) -> bool:
@@ -61,17 +68,26 @@ def without_progress(run: RunDir) -> str | None:
     return None
 
 
-def of_run(run: RunDir) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Every attempt as the receipt tells it, and what they did together."""
+def of_run(run: RunDir, *, running: bool = False) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Every attempt as the receipt tells it, and what they did together.
+
+    `running`: someone holds the run, so an attempt without an end is going on.
+    """
     numbers = run.attempts()
     events = [receipts.events(run.events(number)) for number in numbers]
-    told = [_told(run, n, found) for n, found in zip(numbers, events, strict=True)]
+    going_on = numbers[-1:] if running else []
+    told = [
+        _told(run, n, found, {"failure": None if n in going_on else _LOST})
+        for n, found in zip(numbers, events, strict=True)
+    ]
     return told, receipts.fold_events(events)
 
 
-def _told(run: RunDir, number: int, events: list[dict[str, Any]]) -> dict[str, Any]:
+def _told(
+    run: RunDir, number: int, events: list[dict[str, Any]], lost: Mapping[str, Any]
+) -> dict[str, Any]:
     started = read_json(run.attempt_state(number) / "started.json") or {}
-    ended = read_json(run.attempt_state(number) / "ended.json") or {"failure": _LOST}
+    ended = read_json(run.attempt_state(number) / "ended.json") or lost
     first, last = _steps(events)
     return {
         "attempt": number,
@@ -79,6 +95,7 @@ def _told(run: RunDir, number: int, events: list[dict[str, Any]]) -> dict[str, A
         "ended": ended.get("ended"),
         "resumed_from_step": first,
         "last_step": last,
+        "stopped_by": ended.get("stopped_by"),
         "failure": ended["failure"],
     }
 

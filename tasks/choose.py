@@ -43,7 +43,7 @@ def choose(
     if fresh and resume:
         raise UserError("fresh and resume are both given; keep one")
     if resume:
-        return _named(root, resume, say)
+        return _named(root, resume, identity, say)
     if not fresh:
         for run in _unfinished(root, experiment, identity):
             lock = Lock(run.lock)
@@ -65,9 +65,10 @@ def _new(root: Path, experiment: str, identity: Mapping[str, Any]) -> Chosen:
     run = RunDir(root / f"{experiment}-{secrets.token_hex(4)}")
     try:
         run.state.mkdir(parents=True)
-        write_json(run.identity, {"run": run.name, "created": time.time(), **identity})
         lock = Lock(run.lock)
         lock.take()
+        # Last: without an identity nobody else takes the folder for an unfinished run.
+        write_json(run.identity, {"run": run.name, "created": time.time(), **identity})
     except OSError as error:
         raise UserError(
             f"the run's folder {run.root} cannot be written: {error.strerror}; "
@@ -76,7 +77,9 @@ def _new(root: Path, experiment: str, identity: Mapping[str, Any]) -> Chosen:
     return Chosen(run, lock, f"new run {run.name}")
 
 
-def _named(root: Path, name: str, say: Callable[[str], None]) -> Chosen:
+def _named(
+    root: Path, name: str, identity: Mapping[str, Any], say: Callable[[str], None]
+) -> Chosen:
     run = RunDir(root / name)
     if Path(name).name != name or read_json(run.identity) is None:
         known = sorted(path.parent.parent.name for path in root.glob("*/state/run.json"))
@@ -91,7 +94,10 @@ def _named(root: Path, name: str, say: Callable[[str], None]) -> Chosen:
         raise UserError(
             f"resume: run {name} is held by {holder(run.lock)}; wait for it or cancel it"
         )
-    return Chosen(run, lock, f"resuming run {name}")
+    facts = read_json(run.identity) or {}
+    changed = sorted(key for key, value in identity.items() if facts.get(key) != value)
+    since = f", although since it began these have changed: {', '.join(changed)}" if changed else ""
+    return Chosen(run, lock, f"resuming run {name}{since}")
 
 
 def _unfinished(root: Path, experiment: str, identity: Mapping[str, Any]) -> list[RunDir]:

@@ -23,31 +23,37 @@ def ending(run: Run) -> State[Any]:
     if state == "Cancelled":
         return Cancelled(message=message, data=receipt)
     if state != "Completed":
-        return Failed(name=state, message=message, data=Unsuccessful(receipt, run.exit_code))
+        return Failed(
+            name=state, message=message, data=Unsuccessful(message, run.exit_code, receipt)
+        )
     version = run.registered
     well = f"registered {version['name']} version {version['version']}" if version else message
     return Completed(message=well, data=receipt)
 
 
 class Unsuccessful:
-    """The receipt of a run that ended badly, with the exit code it stands for."""
+    """Why there is no success, the exit code it stands for, and the receipt if a run came to be."""
 
-    def __init__(self, receipt: dict[str, Any] | None, exit_code: int) -> None:
-        self.receipt = receipt
+    def __init__(self, reason: str, exit_code: int, receipt: dict[str, Any] | None = None) -> None:
+        self.reason = reason
         self.exit_code = exit_code
+        self.receipt = receipt
 
     def __repr__(self) -> str:
         return f"exit code {self.exit_code}"
 
 
-def receipt_of(state: State[Any]) -> tuple[dict[str, Any] | None, int]:
-    """The receipt of a finished flow (None when no run came to be) and its exit code."""
+def receipt_of(state: State[Any]) -> tuple[dict[str, Any], int]:
+    """The receipt of a finished flow and its exit code.
+
+    Where no run came to be there is only {"state", "reason"}.
+    """
     found = content(state)
-    if isinstance(found, Unsuccessful):
-        return found.receipt, found.exit_code
     if isinstance(found, dict):
-        return found, 0 if state.is_completed() else 130 if state.is_cancelled() else 1
-    return None, 1
+        return found, 130 if state.is_cancelled() else 0
+    if not isinstance(found, Unsuccessful):
+        found = Unsuccessful(state.message or str(found), 1)
+    return found.receipt or {"state": "Failed", "reason": found.reason}, found.exit_code
 
 
 def for_the_reader(function: Callable[P, State[Any]]) -> Callable[P, State[Any]]:
@@ -58,8 +64,8 @@ def for_the_reader(function: Callable[P, State[Any]]) -> Callable[P, State[Any]]
         try:
             return function(*args, **kwargs)
         except TunewrightError as error:
-            return Failed(message=str(error), data=Unsuccessful(None, error.exit_code))
+            return Failed(message=str(error), data=Unsuccessful(str(error), error.exit_code))
         except OSError as error:
-            return Failed(message=sentence(error), data=Unsuccessful(None, 1))
+            return Failed(message=sentence(error), data=Unsuccessful(sentence(error), 1))
 
     return told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import yaml
 from prefect import task
@@ -24,6 +25,11 @@ class LaunchFailed(TunewrightError):
     """The command ended badly. Its class says whether another attempt may help."""
 
     retryable = True
+    stopped_by: str | None = None
+
+
+UNTOLD: dict[str, Any] = {"class": "unknown", "node": 0, "rank": None, "message": "it failed"}
+"""The failure of an attempt of which no node said anything."""
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
@@ -35,20 +41,24 @@ def launch(run: Run, tokens: Tokens, secrets: Secrets) -> Shards:
         return Shards(run.dir)
     parameters = hyperparameters.of_run(run, tokens.path)
     write_text(run.dir.hyperparameters, yaml.safe_dump(parameters, sort_keys=False))
-    attempt = attempts.begin(run.dir)
-    job = job_of(run, attempt)
-    ui.say(f"attempt {attempt}: {job.nodes} nodes x {job.procs_per_node} processes")
-    ending = run.target.run(
-        job,
-        secrets.values,
-        _narrator(job.nodes),
-        run.placement,
-        cancelled=run.is_cancelled,
-        started=run.lock.guarded_by,
-    )
-    attempts.conclude(run.dir, attempt, ending)
+    job = job_of(run, attempts.next_number(run.dir))
+    attempts.begin(run.dir, job.attempt)
+    ui.say(f"attempt {job.attempt}: {job.nodes} nodes x {job.procs_per_node} processes")
+    try:
+        ending = run.target.run(
+            job,
+            secrets.values,
+            _narrator(job.nodes),
+            run.placement,
+            cancelled=run.is_cancelled,
+            started=run.lock.guarded_by,
+        )
+    except BaseException:
+        attempts.conclude_interrupted(run.dir, job.attempt)
+        raise
+    attempts.conclude(run.dir, job.attempt, ending)
     if not ending.well:
-        raise failure_of(run, attempt, ending)
+        raise failure_of(run, job.attempt, ending)
     return Shards(run.dir)
 
 
@@ -72,16 +82,12 @@ def job_of(run: Run, attempt: int) -> Job:
 def failure_of(run: Run, attempt: int, ending: Ending) -> TunewrightError:
     """What an attempt's bad ending means: what failed, where, the end of that log, and the rest."""
     run.raise_if_cancelled()
-    failure = ending.failure or {
-        "class": "unknown",
-        "node": 0,
-        "rank": None,
-        "message": "it failed",
-    }
+    failure = ending.failure or UNTOLD
+    stuck = attempts.without_progress(run.dir)
     if failure["class"] == "timeout":
-        run.stopped_by = "timeout"
         limit = f"timeout_minutes: {run.workload.timeout_minutes}"
-        return TimedOut(f"attempt {attempt} reached {limit}; its processes are ended")
+        timed_out = TimedOut(f"attempt {attempt} reached {limit}; its processes are ended")
+        return _marked(timed_out, stuck)
     log = run.dir.node_log(attempt, failure["node"])
     rank = f", rank {failure['rank']}" if failure["rank"] is not None else ""
     head = f"attempt {attempt} failed on node {failure['node']}{rank} ({failure['class']})"
@@ -91,11 +97,17 @@ def failure_of(run: Run, attempt: int, ending: Ending) -> TunewrightError:
     # What our own programs say is enough; otherwise the end of the log is the evidence.
     told = failure["class"] in ("data", "nonfinite")
     message += f"the log is {log}" if told else f"the end of {log}:\n{_indented(ending.tail)}"
-    if stuck := attempts.without_progress(run.dir):
-        run.stopped_by = "no-progress"
-        message += f"\nno further attempt: {stuck}"
     error = LaunchFailed(message)
-    error.failure_class, error.retryable = failure["class"], not stuck
+    error.failure_class = failure["class"]
+    return _marked(error, stuck)
+
+
+def _marked(error: LaunchFailed | TimedOut, stuck: str | None) -> TunewrightError:
+    """The error, final when the attempts make no progress."""
+    if stuck:
+        error.retryable = False
+        error.stopped_by = "no-progress"
+        error.args = (f"{error}\nno further attempt: {stuck}",)
     return error
 
 

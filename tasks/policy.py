@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
@@ -37,18 +37,22 @@ class Cause:
         return self.error.failure_class
 
 
-def told(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
+def told(
+    function: Callable[Concatenate[Run, P], R],
+) -> Callable[Concatenate[Run, P], R | State[Any]]:
     """Let a task's error for the reader become a state with its sentence, without a traceback.
 
-    A result with a `reason` why there is nothing becomes a state named Skipped.
+    Each call first looks whether the run is to end. A result with a `reason` why there is nothing
+    becomes a state named Skipped.
     """
 
     @wraps(function)
-    def step(*args: P.args, **kwargs: P.kwargs) -> R | State[Any]:
+    def step(run: Run, /, *args: P.args, **kwargs: P.kwargs) -> R | State[Any]:
         try:
-            result = function(*args, **kwargs)
+            run.raise_if_cancelled()
+            result = function(run, *args, **kwargs)
         except TunewrightError as error:
-            return Failed(message=str(error), data=Cause(error))
+            return Failed(message=run.scrubber.text(str(error)), data=Cause(error))
         except OSError as error:
             return Failed(message=sentence(error), data=Cause(TunewrightError(sentence(error))))
         if reason := getattr(result, "reason", None):
@@ -59,11 +63,17 @@ def told(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
 
 
 def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Whether the failure's class lets another attempt hope."""
+    """Whether the failure's class lets another attempt hope.
+
+    What a command's failure of unknown class means nobody knows; a step of ours that fails
+    without being told a passing reason fails the same way again.
+    """
     found = content(state)
     if not isinstance(found, Cause):
-        return True
-    return found.error.failure_class not in FINAL and getattr(found.error, "retryable", True)
+        return task.name == "launch"
+    error = found.error
+    hopeless = FINAL if task.name == "launch" else FINAL | {"unknown"}
+    return error.failure_class not in hopeless and getattr(error, "retryable", True)
 
 
 def policies(run: Run) -> Callable[[Task[..., Any]], Callable[..., Any]]:

@@ -39,7 +39,7 @@ def run_program(
         result = Path(scratch, "result.json")
         own = run.workload.secrets
         inherited = {k: v for k, v in local.inherited_environment().items() if k not in own}
-        env = {**inherited, **run.mlflow_if_open()}
+        env = {**inherited, **run.workload.env_variables, **run.mlflow_if_open()}
         node = Node(
             argv=[sys.executable, "-m", f"tunewright.{name}", *args, "--result", str(result)],
             env=marked(env, run.dir.root, name),
@@ -48,7 +48,7 @@ def run_program(
             exit=Path(scratch, "exit.json"),
         )
         outcome = watch(
-            [Guardian(node, secrets, GRACE_S)],
+            [Guardian(node, secrets, GRACE_S, without=own)],
             lambda _, line: heard(line),
             run.reason_to_stop,
             run.lock.guarded_by,

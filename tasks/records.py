@@ -25,14 +25,20 @@ def known() -> list[str]:
     """Names of the runs started on this machine, newest first."""
     folder = home() / "runs"
     found = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
-    found = [path for path in found if not path.name.startswith(".")]
+    # A run whose folder was deleted is no run any more.
+    found = [path for path in found if not path.name.startswith(".") and _has_folder(path)]
     return [path.name for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)]
+
+
+def _has_folder(path: Path) -> bool:
+    folder = (read_json(path) or {}).get("folder")
+    return isinstance(folder, str) and Path(folder).is_dir()
 
 
 def entry(name: str) -> dict[str, Any]:
     """{"folder", "flow_run_id"} of a run; raises UserError for an unknown one."""
     found = read_json(home() / "runs" / name) if name in known() else None
-    if found is None or not isinstance(found.get("folder"), str):
+    if found is None:
         raise UserError(f"there is no run {name!r} on this machine; {nearest(name, known()[:20])}")
     return found
 
@@ -48,7 +54,7 @@ def receipt(name: str) -> dict[str, Any]:
     written = read_json(run.receipt)
     if written is not None and (who is None or written.get("state") in FINISHED):
         return written
-    tried, facts = attempts.of_run(run)
+    tried, facts = attempts.of_run(run, running=who is not None)
     state = "Running" if who else "Crashed"
     return {"run": name, "state": state, "folder": str(run.root), **facts, "attempts": tried}
 

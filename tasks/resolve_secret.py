@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+import httpx
 from prefect import task
 from prefect.blocks.system import Secret
 from prefect.cache_policies import NO_CACHE
@@ -13,7 +14,7 @@ from tasks import ui
 from tasks.nouns import Secrets
 from tasks.policy import told
 from tasks.run import Run
-from tunewright.contract.failures import UserError
+from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.scrub import SHORTEST, Scrubber
 
 
@@ -44,7 +45,7 @@ def look_up(references: dict[str, str]) -> Secrets:
             missing.append(
                 f"{name} ({reference}): not in the environment variable {name}, "
                 f"no Prefect Secret block {block_name(reference)!r}, "
-                "no Databricks workspace configured"
+                "and Databricks secrets are not searched in this version"
             )
     if missing:
         raise UserError("secrets are missing:\n  " + "\n  ".join(missing))
@@ -61,5 +62,9 @@ def _from_block(name: str) -> str | None:
         block = Secret.load(name)
     except ValueError:
         return None
+    except httpx.HTTPError as error:
+        away = TunewrightError(f"the Prefect API cannot be asked for the block {name!r}: {error}")
+        away.failure_class = "infrastructure"
+        raise away from None
     value = block.get() if isinstance(block, Secret) else None
     return value if isinstance(value, str) else None

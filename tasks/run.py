@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,8 +16,9 @@ import yaml
 from tasks import attempts, requirements, snapshot, ui, volumes
 from tasks.choose import Chosen, choose, code_of_tunewright
 from tasks.targets import target_named
+from tasks.targets.guardian import undisturbed
 from tasks.tracker import Tracker, TrackingFailed
-from tunewright.contract.failures import TunewrightError
+from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.receipt import FINISHED
 from tunewright.contract.rundir import home, read_json, write_json, write_text
 from tunewright.contract.scrub import Scrubber
@@ -37,12 +39,15 @@ class Cancelled(TunewrightError):
     """Someone asked for the end of the run, and it ended in order."""
 
     retryable = False
+    stopped_by = "cancel"
 
 
 class TimedOut(TunewrightError):
     """The deadline of an attempt was reached, and no attempt is left."""
 
     failure_class = "timeout"
+    retryable = True
+    stopped_by: str | None = "timeout"
 
 
 @dataclass(frozen=True)
@@ -75,21 +80,22 @@ class Run:
         self.data: dict[str, Any] | None = None
         self.registered: dict[str, Any] | None = None
         self.reason: str | None = None
-        self.stopped_by: str | None = None
         self.exit_code = 0
         self.receipt: dict[str, Any] = {}
         self.scrubber = Scrubber({})
         self._began = self._asked = time.monotonic()
+        self._cancelled = False
         self.code = snapshot.snapshot(workload.code_source) if workload.code_source else None
-        self._enter(self._choose(fresh=options.fresh, resume=options.resume))
+        # Looked up once: what is committed while the run goes on is not what ran.
+        self.commit = snapshot.commit_of(self.code or folder)
+        self._hold(self._choose(fresh=options.fresh, resume=options.resume))
 
     def _look(self) -> list[str]:
         """Notes on the way, and refusals, before anything is written."""
         notes = [*self.workload.warnings(), *volumes.notes(self.workload)]
         notes += requirements.check(self.workload)
         notes += [self.placement.note] if self.placement.note else []
-        interface = self.target.interface_note(self.workload.env_variables)
-        return [*notes, *([interface] if interface else [])]
+        return [*notes, *self.target.notes(self.workload.env_variables)]
 
     def _choose(self, *, fresh: bool, resume: str | None) -> Chosen:
         code = {
@@ -101,24 +107,35 @@ class Run:
         name = self.workload.experiment_name
         return choose(root, name, identity, fresh=fresh, resume=resume, say=ui.say)
 
-    def _enter(self, chosen: Chosen) -> None:
-        self.dir, self.lock = chosen.dir, chosen.lock
+    def _hold(self, chosen: Chosen) -> None:
+        self.dir, self.lock, self._note = chosen.dir, chosen.lock, chosen.note
+        # A request from here on is for us; an older one was for whoever held the run before.
+        self.dir.cancel_request.unlink(missing_ok=True)
+        self.tracker = Tracker(self._opening(), without=self.workload.secrets)
+        self.data = read_json(self.dir.tokens)
+        self._before = (read_json(self.dir.receipt) or {}).get("seconds", {})
+
+    def enter(self) -> None:
+        """Make the run known, and write down what it is."""
         ui.announce(self.name)
-        ui.say(f"{chosen.note} in {self.dir.root}")
+        ui.say(f"{self._note} in {self.dir.root}")
         document = yaml.safe_dump(self.workload.document(), sort_keys=False, allow_unicode=True)
         write_text(self.dir.workload, document)
         flow_run = ui.flow_run_id()
         index = {"folder": str(self.dir.root), "flow_run_id": str(flow_run) if flow_run else None}
         write_json(home() / "runs" / self.name, index)
-        self.dir.cancel_request.unlink(missing_ok=True)
-        self.tracker = Tracker(self._opening(), without=self.workload.secrets)
 
     def begin_anew(self, why: str) -> None:
-        """Leave this run as it is and go on in a new folder."""
+        """Close this run as Skipped and go on in a new folder."""
         ui.say(f"{why}: beginning a new run")
+        left, lock = self.dir, self.lock
         self._leave_mlflow("KILLED")
-        self.lock.release()
-        self._enter(self._choose(fresh=True, resume=None))
+        chosen = self._choose(fresh=True, resume=None)
+        reason = f"{why}; went on as {chosen.dir.name}"
+        write_json(left.receipt, self._receipt("Skipped", reason))
+        lock.release()
+        self._hold(chosen)
+        self.enter()
 
     @property
     def name(self) -> str:
@@ -126,7 +143,10 @@ class Run:
 
     def code_folder(self) -> Path | None:
         """The unpacked snapshot; None when the workload has no code_source."""
-        return snapshot.unpack(self.code, self.dir.code) if self.code else None
+        if self.code is None:
+            return None
+        # By its hash: a resumed run whose code has changed gets the new one.
+        return snapshot.unpack(self.code, self.dir.code / self.code.sha256[:12])
 
     def mlflow(self) -> dict[str, str]:
         """MLFLOW_RUN_ID and MLFLOW_TRACKING_URI, once the run is open."""
@@ -141,24 +161,23 @@ class Run:
 
     def is_cancelled(self) -> bool:
         """Whether someone asked for the end of this run: by its folder, or through Prefect."""
-        if self.dir.cancel_request.exists():
+        if self._cancelled or self.dir.cancel_request.exists():
             return True
-        now = time.monotonic()
-        if now - self._asked < ASK_PREFECT_S:
-            return False
-        self._asked = now
-        return ui.is_cancelling()
+        if time.monotonic() - self._asked > ASK_PREFECT_S:
+            self._asked = time.monotonic()
+            self._cancelled = ui.is_cancelling()
+        return self._cancelled
 
     def reason_to_stop(self) -> str | None:
         return "cancel" if self.is_cancelled() else None
 
     def raise_if_cancelled(self) -> None:
-        if self.dir.cancel_request.exists() or ui.is_cancelling():
+        if self.is_cancelled():
             raise Cancelled("cancelled on request; its processes are ended")
 
     def tags(self) -> dict[str, str]:
         """What a model version is traced by."""
-        commit, dirty = self._commit()
+        commit, dirty = self.commit
         found = {
             "tunewright.run": self.name,
             "tunewright.workload": self.workload.experiment_name,
@@ -169,50 +188,63 @@ class Run:
         }
         return {key: str(value) for key, value in found.items() if value is not None}
 
-    def end(self, state: str, reason: str | None = None, exit_code: int = 1) -> None:
-        """Write the receipt, finish the MLflow run, give the folder free."""
-        self.exit_code = 0 if state in FINISHED else exit_code
+    def end(
+        self, state: str, error: BaseException | None = None, reason: str | None = None
+    ) -> None:
+        """Write the receipt, finish the MLflow run, give the folder free: each, whatever fails."""
+        self.exit_code = 0 if state in FINISHED else getattr(error, "exit_code", 1)
         self.seconds["total"] = time.monotonic() - self._began
-        self.receipt = self._receipt(state, reason)
-        try:
-            write_json(self.dir.receipt, self.receipt)
-            artifacts = [str(self.dir.receipt)]
+        told = reason or (str(error) if error else None)
+        stopped_by = getattr(error, "stopped_by", None)
+        self.receipt = self._receipt(state, told, stopped_by)
+        artifacts = [str(self.dir.receipt)]
+        with undisturbed():
+            try:
+                write_json(self.dir.receipt, self.receipt)
+            except OSError as away:
+                artifacts = []
+                ui.say(f"the receipt cannot be written: {sentence(away)}", logging.ERROR)
             self._leave_mlflow(MLFLOW_STATUS[state], artifacts=artifacts, tags=self.tags())
             ui.publish(self.receipt)
-        finally:
-            self.lock.release()
+            with suppress(OSError):
+                self.lock.release()
 
-    def _receipt(self, state: str, reason: str | None) -> dict[str, Any]:
+    def _receipt(
+        self, state: str, reason: str | None, stopped_by: str | None = None
+    ) -> dict[str, Any]:
         tried, facts = attempts.of_run(self.dir)
-        commit, dirty = self._commit()
+        commit, dirty = self.commit
         name, digest = self.workload.experiment_name, self.workload.sha256
-        placed = self.placement.nodes * self.placement.procs_per_node
+        ran = self.placement if tried else None
         return {
             "run": self.name,
             "state": state,
-            "stopped_by": self.stopped_by,
+            "stopped_by": stopped_by,
             "reason": self.scrubber.text(reason) if reason else self.reason,
             "folder": str(self.dir.root),
             "workload": {"name": name, "sha256": digest, "commit": commit, "dirty": dirty},
             "data": self.data,
-            "nodes": self.placement.nodes,
+            "nodes": ran.nodes if ran else None,
             **facts,
-            "world_size": facts["world_size"] or placed,
+            "world_size": facts["world_size"] or (ran.nodes * ran.procs_per_node if ran else None),
             "attempts": tried,
-            "seconds": {step: round(s, 3) for step, s in self.seconds.items()},
+            "seconds": self._all_seconds(),
             "registered": self.registered,
             "mlflow": self.tracker.opened,
         }
+
+    def _all_seconds(self) -> dict[str, float]:
+        """Seconds of each step, over all starts of this run that left a receipt."""
+        steps = [*self._before, *(step for step in self.seconds if step not in self._before)]
+        both = ((s, self._before.get(s, 0.0) + self.seconds.get(s, 0.0)) for s in steps)
+        return {step: round(seconds, 3) for step, seconds in both}
 
     def _leave_mlflow(self, status: str, **parts: Any) -> None:
         """The final status is ours to write; an MLflow that is away does not undo the run."""
         try:
             self.tracker.finish(status, **parts)
-        except TrackingFailed as error:
-            ui.say(f"the MLflow run could not be set to {status}: {error}")
-
-    def _commit(self) -> tuple[str | None, bool]:
-        return snapshot.commit_of(self.code.root if self.code else self.folder)
+        except (TrackingFailed, UserError) as error:
+            ui.say(f"the MLflow run could not be set to {status}: {error}", logging.ERROR)
 
     def _opening(self) -> dict[str, Any]:
         known = read_json(self.dir.mlflow) or {}
@@ -237,24 +269,24 @@ def opened(
     folder = Path.cwd() if isinstance(source, Mapping) else Path(source).absolute().parent
     run = Run(Workload.load(source, overrides), options, folder)
     try:
+        run.enter()
         for note in [*run.notes, *(snapshot.notes(run.code) if run.code else [])]:
             ui.say(note)
         yield run
     except Cancelled as error:
-        run.end("Cancelled", str(error))
+        run.end("Cancelled", error)
     except TimedOut as error:
-        run.end("TimedOut", str(error))
+        run.end("TimedOut", error)
     except TunewrightError as error:
-        run.end("Failed", str(error), error.exit_code)
+        run.end("Failed", error)
     except OSError as error:
-        run.end("Failed", sentence(error))
-    except KeyboardInterrupt:
-        run.end("Cancelled", "interrupted")
-        raise
+        run.end("Failed", error, sentence(error))
+    except KeyboardInterrupt as error:
+        run.end("Cancelled", error, "interrupted")
     except BaseException as error:
         # Prefect ends a flow by a signal; whether someone asked for it, its API knows.
-        asked = _asked_to_cancel(run)
-        run.end("Cancelled" if asked else "Crashed", f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}".rstrip(": ")
+        run.end("Cancelled" if _asked_to_cancel(run) else "Crashed", error, reason)
         raise
     else:
         run.end("Completed")

@@ -125,8 +125,11 @@ def _copy(packed: Snapshot, draft: Path) -> None:
         raise UserError(f"code_source: {packed.root} changed while it was packed; start again")
 
 
-def commit_of(folder: Path) -> tuple[str | None, bool]:
-    """The commit a folder is at and whether its tree differs from it; (None, False) without."""
+def commit_of(place: Snapshot | Path) -> tuple[str | None, bool]:
+    """The commit of a snapshot or folder, and whether its tree differs; (None, False) without."""
+    if isinstance(place, Snapshot) and place.commit:
+        return place.commit, False
+    folder = place.root if isinstance(place, Snapshot) else place
     head = _git(folder, "rev-parse", "HEAD")
     if head is None:
         return None, False
@@ -193,7 +196,9 @@ def _git_files(root: Path) -> set[str] | None:
 def _git(folder: Path, *words: str) -> bytes | None:
     if shutil.which("git") is None:
         return None
-    found = subprocess.run(["git", "-C", str(folder), *words], capture_output=True)
+    # Looking at a user's repository must not take its locks.
+    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    found = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, env=env)
     return found.stdout if found.returncode == 0 else None
 
 

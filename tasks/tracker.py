@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tunewright.contract.failures import TunewrightError
+from tunewright.contract.failures import TunewrightError, UserError
 
 _LAST_WORD_S = 60.0
+_ANSWER_S = 180.0
+"""More than the program itself waits for a server that is away."""
 
 
 class TrackingFailed(TunewrightError):
@@ -30,41 +33,38 @@ class Tracker:
 
     def __init__(self, opening: Mapping[str, Any], without: Iterable[str] = ()) -> None:
         """Open a run; variables named in `without` (the workload's secrets) are not passed on."""
-        env = {name: value for name, value in os.environ.items() if name not in set(without)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tunewright.tracking"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-            env={
-                **env,
-                "MLFLOW_DISABLE_TELEMETRY": "true",
-                "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-            },
-        )
+        self._opening = dict(opening)
+        hidden = set(without)
+        quiet = ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT")
+        kept = {name: value for name, value in os.environ.items() if name not in hidden}
+        self._env = {**kept, **dict.fromkeys(quiet, "true")}
         self.opened: dict[str, Any] | None = None
-        self._finished = False
-        self._send({"open": dict(opening)})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
 
     @property
     def run(self) -> dict[str, Any]:
-        """{"run_id", "experiment_id", "tracking_uri", "artifact_uri"}; waits for the answer."""
+        """{"run_id", "experiment_id", "tracking_uri", "artifact_uri"}; waits for the answer.
+
+        Raises TrackingFailed or UserError when MLflow cannot open it; asked again, it tries again.
+        """
         if self.opened is None:
-            self.opened = self._answer()
+            if self._process is None:
+                self._start()
+            try:
+                self.opened = self._answer()
+            except BaseException:
+                self._end()
+                raise
         return self.opened
 
-    def log(self, **parts: Any) -> None:
-        """Add params, metrics, tags or artifacts (paths) to the run."""
-        _ = self.run
-        self._send({"log": parts})
-        self._answer()
-
     def finish(self, status: str, **parts: Any) -> None:
-        """Write the final status (FINISHED, FAILED, KILLED) last, and end the process."""
-        if self._finished:
+        """Write the final status (FINISHED, FAILED, KILLED) last, and end the process.
+
+        A run that could not be opened has no status to write.
+        """
+        if self._process is None:
             return
-        self._finished = True
         try:
             _ = self.run
             self._send({"finish": status, **parts})
@@ -72,29 +72,51 @@ class Tracker:
         finally:
             self._end()
 
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tunewright.tracking"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=self._env,
+        )
+        self._send({"open": self._opening})
+
     def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process is not None
         assert self._process.stdin is not None
         # A process that is gone is told by its missing answer.
         with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(message, default=str) + "\n")
+            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
             self._process.stdin.flush()
 
     def _answer(self) -> dict[str, Any]:
+        assert self._process is not None
         assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], _ANSWER_S)
+        if not ready:
+            raise TrackingFailed(f"MLflow did not answer within {_ANSWER_S:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise TrackingFailed("the process that owns the MLflow run ended without an answer")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise TrackingFailed(f"MLflow: {answer['error']}")
+            kind = UserError if answer.get("class") == "user" else TrackingFailed
+            raise kind(f"MLflow: {answer['error']}")
         return answer
 
     def _end(self) -> None:
-        assert self._process.stdin is not None
+        """Close the pipe, which ends the process; one that was never opened writes nothing."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        assert process.stdin is not None
+        assert process.stdout is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
+            process.stdin.close()
         try:
-            self._process.wait(_LAST_WORD_S)
+            process.wait(_LAST_WORD_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
+        process.stdout.close()

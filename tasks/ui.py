@@ -68,7 +68,7 @@ def is_cancelling() -> bool:
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(run_id).state
-    except httpx.HTTPError:
+    except (httpx.HTTPError, PrefectException):
         return False
     return state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED)
 

@@ -184,7 +184,10 @@ class Guardian:
     def _failure(self, kernel_oom: bool) -> dict[str, Any] | None:
         """What went wrong, from the best witness: our own programs, the kernel, the output."""
         code = self._exit_code()
-        if code == 0 or self.stopped_by in ("cancel", "interrupted", "peer"):
+        if self.stopped_by in ("cancel", "interrupted", "peer"):
+            return None
+        # A command that ends well because it was told to has still not done its work.
+        if code == 0 and self.stopped_by is None:
             return None
         told, tail = self._told_by_ranks(), _tail(self.log, _WITNESS_LINES)
         root = _TORCHRUN_ROOT.search(tail)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +50,21 @@ class Node:
 class Guardian:
     """A started guardian."""
 
-    def __init__(self, node: Node, secrets: Mapping[str, str], grace_s: float) -> None:
+    def __init__(
+        self,
+        node: Node,
+        secrets: Mapping[str, str],
+        grace_s: float,
+        without: Iterable[str] = (),
+    ) -> None:
+        """Start it idle; `begin` lets it run its node.
+
+        Variables named in `secrets` or `without` (secrets that this node does not need) are not in
+        its environment.
+        """
         self.node = node
+        self.secrets = secrets
+        hidden = {*secrets, *without}
         self.grace_s = grace_s
         self.process = subprocess.Popen(
             # -P: a file in the working directory must not stand in for a module of ours.
@@ -57,22 +72,26 @@ class Guardian:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
-            env={k: v for k, v in os.environ.items() if k not in secrets},
+            env={k: v for k, v in os.environ.items() if k not in hidden},
         )
+        self._stopping = False
+        self._looked = 0.0
+        self._below: list[dict[str, Any]] = []
+
+    def begin(self) -> None:
+        """Hand over what to run, and the secrets, by the pipe."""
+        node = self.node
         specification = {
             "argv": list(node.argv),
             "env": dict(node.env),
-            "secrets": dict(secrets),
+            "secrets": dict(self.secrets),
             "cwd": str(node.cwd),
             "log": str(node.log),
             "exit": str(node.exit),
             "node": node.rank,
-            "grace_s": grace_s,
+            "grace_s": self.grace_s,
         }
         self._tell(json.dumps(specification))
-        self._stopping = False
-        self._looked = 0.0
-        self._below: list[dict[str, Any]] = []
 
     @property
     def pid(self) -> int:
@@ -239,7 +258,10 @@ def watch(
                 say(guardian.node.rank, line)
 
     try:
+        # Named before they begin: whoever finds the run held knows by whom.
         started([guardian.pid for guardian in guardians])
+        for guardian in guardians:
+            guardian.begin()
         # A guardian that hangs is for `wait_ended`.
         while not all(guardian.ended() for guardian in guardians) and not decision.is_overdue():
             show()
@@ -252,10 +274,26 @@ def watch(
         _stop(guardians, "interrupted")
         raise
     finally:
-        for guardian in guardians:
-            guardian.wait_ended()
-        show(ended=True)
+        with undisturbed():
+            for guardian in guardians:
+                guardian.wait_ended()
+            show(ended=True)
     return [guardian.outcome() for guardian in guardians]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let a second Ctrl-C or SIGTERM wait until what is being ended has ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 class _Decision:

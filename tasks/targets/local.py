@@ -20,8 +20,13 @@ from tasks.targets.guardian import Node, Say, marked, start_all, watch
 from tasks.targets.job import Ending, Job, ending_of
 from tunewright.contract.failures import UserError
 from tunewright.contract.processes import GRACE_S
+from tunewright.contract.rundir import home
 from tunewright.contract.workload import Workload
 
+_OUTER = {
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_ADDR", "CODE_SOURCE_PATH",
+    "HYPERPARAMETERS_PATH",
+}  # fmt: skip
 _UNDECLARED_SECRET = re.compile(r".*(_TOKEN|_API_KEY|_SECRET.*|_PASSWORD)\Z")
 
 
@@ -74,7 +79,10 @@ def visible_gpus() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return []
     return found.stdout.split() if found.returncode == 0 else []
 
 
@@ -106,8 +114,8 @@ def node_of(job: Job, rank: int, port: int, placement: Placement) -> Node:
     """The command of one node, with the environment that every node sees."""
     env = {
         **inherited_environment(),
-        **_on_this_machine(job, rank, placement),
         **_interface(job.env_variables),
+        **_on_this_machine(job, rank, placement),
         **job.mlflow,
         "NUM_NODES": str(job.nodes),
         "NODE_RANK": str(rank),
@@ -140,21 +148,25 @@ def inherited_environment() -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if _may_pass(name)}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     env["PYTHONUNBUFFERED"] = "1"
+    env["TUNEWRIGHT_HOME"] = str(home())
     return env
 
 
-def interface_note(env_variables: Mapping[str, str]) -> str | None:
-    """What is said when NCCL_SOCKET_IFNAME names an interface that this machine lacks."""
-    replaced = _interface(env_variables)
+def notes(env_variables: Mapping[str, str]) -> list[str]:
+    """What this target does with a workload's variables that its user may not expect."""
+    found = []
     asked = env_variables.get("NCCL_SOCKET_IFNAME")
-    if asked is None or replaced.get("NCCL_SOCKET_IFNAME") == asked:
-        return None
-    return f"NCCL_SOCKET_IFNAME={asked} is not an interface of this machine; using lo"
+    used = _interface(env_variables).get("NCCL_SOCKET_IFNAME")
+    if asked != used:
+        found.append(f"NCCL_SOCKET_IFNAME={asked} is no interface of this machine; using {used}")
+    if "CUDA_VISIBLE_DEVICES" in env_variables:
+        found.append("CUDA_VISIBLE_DEVICES is set by this target, for each node its own GPUs")
+    return found
 
 
 def _may_pass(name: str) -> bool:
     # The job's own names are set afresh: those of an outer job must not leak into this one.
-    if name in ("RANK", "LOCAL_RANK", "LOCAL_ADDR", "CODE_SOURCE_PATH", "HYPERPARAMETERS_PATH"):
+    if name in _OUTER or name.startswith("TORCHELASTIC_"):
         return False
     if name.startswith("MLFLOW_"):
         return True
@@ -165,10 +177,13 @@ def _on_this_machine(job: Job, rank: int, placement: Placement) -> dict[str, str
     """Disjoint GPUs per node; on CPUs a share of the cores per process, unless the user says."""
     mine = placement.gpus[rank * job.procs_per_node : (rank + 1) * job.procs_per_node]
     env = {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
-    if not placement.gpus and "OMP_NUM_THREADS" not in os.environ:
-        share = (os.cpu_count() or 1) // (job.nodes * job.procs_per_node)
-        env["OMP_NUM_THREADS"] = str(max(1, share))
-    return env
+    if placement.gpus:
+        return env
+    share = (os.cpu_count() or 1) // (job.nodes * job.procs_per_node)
+    # Threads that spin while they wait cost a shared machine many times the work they do.
+    ours = {"OMP_NUM_THREADS": str(max(1, share)), "OMP_WAIT_POLICY": "PASSIVE"}
+    said = {**os.environ, **job.env_variables}
+    return env | {name: value for name, value in ours.items() if name not in said}
 
 
 def _interface(env_variables: Mapping[str, str]) -> dict[str, str]:
@@ -176,7 +191,7 @@ def _interface(env_variables: Mapping[str, str]) -> dict[str, str]:
     env = dict(env_variables)
     asked = env.get("NCCL_SOCKET_IFNAME")
     if asked is not None and not _has_interface(asked):
-        env["NCCL_SOCKET_IFNAME"] = "lo"
+        env["NCCL_SOCKET_IFNAME"] = "lo" if _has_interface("=lo") else "lo0"
     return env
 
 

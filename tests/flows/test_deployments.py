@@ -42,7 +42,7 @@ def worker(prefect_server, tmp_path_factory) -> Iterator[Home]:
             env=env, cwd=path, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     yield home
-    os.killpg(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     process.wait(60)
 
 

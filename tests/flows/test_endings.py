@@ -48,12 +48,17 @@ def test_what_cannot_succeed_is_not_tried_again(home) -> None:
 
 
 def test_the_deadline_ends_every_process(home, write) -> None:
-    file = write(STUBBORN, timeout_minutes=1)
+    """One node ends well when told to, the other not at all: the attempt is timed out."""
+    polite = 'if [ "$NODE_RANK" = 0 ]; then trap "exit 0" TERM; sleep 600 & wait; fi\n'
+    two = {"num_accelerators": 2, "accelerator_type": "GPU_1xH100"}
+    file = write(polite + STUBBORN, timeout_minutes=1, compute=two)
     began = time.monotonic()
     found = home.run(file)
     assert found.code == 1
     assert (found.facts["state"], found.facts["stopped_by"]) == ("TimedOut", "timeout")
-    assert time.monotonic() - began < 110
+    (attempt,) = found.facts["attempts"]
+    assert attempt["failure"]["class"] == "timeout"
+    assert time.monotonic() - began < 140
     (run,) = home.runs("own")
     assert processes_of(str(run)) == []
     assert mlflow_states(home.path) == ["FAILED"]
@@ -61,13 +66,18 @@ def test_the_deadline_ends_every_process(home, write) -> None:
 
 def test_ctrl_c_leaves_nothing_behind(home, write) -> None:
     file = write(f"echo ready\n{STUBBORN}")
-    process = home.start("run", str(file), "--simulate")
+    process = home.start("run", str(file), "--simulate", "--json")
     (run,) = wait_for(lambda: home.runs("own"))
     wait_for(lambda: "ready" in _log(run))
     os.kill(process.pid, signal.SIGINT)
-    _, narration = process.communicate(timeout=60)
+    time.sleep(1)
+    os.kill(process.pid, signal.SIGINT)  # An impatient second one must not leave anything.
+    out, narration = process.communicate(timeout=60)
     assert process.returncode == 130
     assert processes_of(str(run)) == []
+    assert json.loads(out)["state"] == "Cancelled"
+    (attempt,) = json.loads(out)["attempts"]
+    assert (attempt["stopped_by"], attempt["failure"]) == ("interrupted", None)
     assert mlflow_states(home.path) == ["KILLED"]
     assert json.loads((run / "receipt.json").read_text())["state"] == "Cancelled"
     assert "Traceback" not in narration
@@ -92,6 +102,43 @@ def test_cancel_from_another_terminal(home, write, api) -> None:
     again = home.call("cancel", run.name)
     assert again.returncode == 1
     assert "nothing to cancel" in again.stderr
+
+
+def test_cancel_while_waiting_for_another_attempt(home, write) -> None:
+    process = home.start("run", str(write("exit 3", max_retries=1)), "--simulate", "--json")
+    (run,) = wait_for(lambda: home.runs("own"))
+    wait_for((run / "state" / "attempt-1" / "ended.json").exists)
+    assert home.call("cancel", run.name).returncode == 0
+    out, _ = process.communicate(timeout=60)
+    facts = json.loads(out)
+    assert (process.returncode, facts["state"], len(facts["attempts"])) == (130, "Cancelled", 1)
+
+
+def test_mlflow_that_is_away_is_said_and_costs_no_attempt(home, write) -> None:
+    found = home.run(write("true"), MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+    assert found.code == 1
+    assert found.facts["attempts"] == []
+    assert found.facts["world_size"] is None
+    assert "http://127.0.0.1:9 does not answer" in found.facts["reason"]
+
+
+def test_a_changed_row_begins_a_new_run(home, tmp_path) -> None:
+    """Continued after a failure, on rows that have changed: the old run is closed, and told."""
+    rows = tmp_path / "rows.jsonl"
+    demo = (TINY.parent / "demo.jsonl").read_text().splitlines(keepends=True)
+    rows.write_text("".join(demo))
+    sets = {**ONE, "parameters.dataset_name": str(rows), "max_retries": 0}
+    process = home.start("run", str(TINY), "--simulate", "--json", *_sets(sets))
+    run = _at_step(home, 1)
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    rows.write_text("".join(demo[:-1]))
+    found = home.run(TINY, sets=sets)
+    assert found.code == 0, found.narration
+    assert found.facts["run"] != run.name
+    left = json.loads((run / "receipt.json").read_text())
+    assert left["state"] == "Skipped"
+    assert f"went on as {found.facts['run']}" in left["reason"]
 
 
 @pytest.fixture(scope="module")

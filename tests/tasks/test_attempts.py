@@ -20,7 +20,8 @@ def attempt(run_dir):
     """One attempt: where it began, the steps it did, and whether a checkpoint came of it."""
 
     def make(start: int, last: int, saved: int | None = None, ending: Ending | None = BADLY):
-        number = attempts.begin(run_dir)
+        number = attempts.next_number(run_dir)
+        attempts.begin(run_dir, number)
         told = [{"event": "start", "step": start}]
         told += [{"event": "step", "step": s, "loss": 9.0 - s} for s in range(start + 1, last + 1)]
         path = run_dir.events(number)
@@ -40,7 +41,7 @@ def attempt(run_dir):
 
 def test_numbers_go_on(run_dir, attempt):
     assert [attempt(0, 1), attempt(0, 1)] == [1, 2]
-    assert attempts.begin(run_dir) == 3
+    assert attempts.next_number(run_dir) == 3
 
 
 def test_one_attempt_is_no_lack_of_progress(run_dir, attempt):
@@ -91,7 +92,7 @@ def test_whether_the_command_did_its_work(run_dir, attempt):
     assert not attempts.ended_well(run_dir)
     attempt(0, 1, ending=WELL)
     assert attempts.ended_well(run_dir)
-    attempts.begin(run_dir)
+    attempts.begin(run_dir, 2)
     assert not attempts.ended_well(run_dir)
 
 
@@ -105,7 +106,33 @@ def test_what_the_receipt_tells(run_dir, attempt):
     ]
     assert told[0]["failure"] == BADLY.failure
     assert told[1]["failure"]["class"] == "infrastructure", "nobody was there to tell its end"
+    assert attempts.of_run(run_dir, running=True)[0][1]["failure"] is None, "it is going on"
     assert (together["steps"], together["first_loss"], together["last_loss"]) == (9, 8.0, 0.0)
+
+
+def test_an_attempt_left_by_a_signal_is_no_lost_one(run_dir, attempt):
+    attempt(0, 7, ending=None)
+    attempts.conclude_interrupted(run_dir, 1)
+    (told,), _ = attempts.of_run(run_dir)
+    assert (told["failure"], told["stopped_by"]) == (None, "interrupted")
+    assert told["ended"] is not None
+    assert not attempts.ended_well(run_dir)
+
+
+def test_speed_is_known_without_an_end_and_steps_without_loss_are_left_out():
+    start = {"event": "start", "step": 0, "world_size": 2}
+    steps = [
+        {"event": "step", "step": n, "loss": loss, "tokens": 100, "seconds": 0.5}
+        for n, loss in ((1, None), (2, 3.0), (3, None))
+    ]
+    facts = fold_events([[start, *steps]])
+    assert facts["tokens_per_second_per_gpu"] == 100.0
+    assert (facts["steps"], facts["first_loss"], facts["last_loss"]) == (3, 3.0, 3.0)
+    done = {"event": "end", "step": 3, "tokens_per_second_per_gpu": 90.0}
+    nothing_left = {"event": "end", "step": 3, "tokens_per_second_per_gpu": None}
+    facts = fold_events([[start, *steps, done], [start, nothing_left]])
+    assert facts["tokens_per_second_per_gpu"] == 90.0
+    assert facts["base_model"] == {"name": None, "revision": None, "parameters": None}
 
 
 def test_torn_and_foreign_lines_of_events_are_left_out(tmp_path):

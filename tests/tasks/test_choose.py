@@ -169,8 +169,13 @@ def test_fresh_starts_over(start, begin):
 
 def test_resume_names_a_run(start, begin):
     begin("0000000b", 2.0)
-    chosen = start(resume=begin("0000000a", 1.0, "Failed", identity={}).name)
+    chosen = start(resume=begin("0000000a", 1.0, "Failed").name)
     assert (chosen.dir.name, chosen.note) == ("tiny-0000000a", "resuming run tiny-0000000a")
+
+
+def test_resume_says_what_has_changed_since(start, begin):
+    chosen = start(resume=begin("0000000a", 1.0, "Failed", identity={}).name)
+    assert chosen.note.endswith("although since it began these have changed: code, workload_sha256")
 
 
 @pytest.mark.parametrize("name", ["tiny-ffffffff", "..", "../runs/tiny-0000000a", "/etc", "."])

@@ -41,7 +41,8 @@ def test_the_environment_of_the_second_node_of_two(run_dir, monkeypatch):
         "PREFECT_API_URL": "x", "DATABRICKS_HOST": "x", "HF_TOKEN": "x", "AN_API_KEY": "x",
         "AWS_SECRET_ACCESS_KEY": "x", "DB_PASSWORD": "x", "RANK": "7", "LOCAL_RANK": "7",
         "LOCAL_ADDR": "x", "HYPERPARAMETERS_PATH": "/old", "CODE_SOURCE_PATH": "/old",
-        "NODE_RANK": "9", "OMP_NUM_THREADS": "3",
+        "NODE_RANK": "9", "OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "1",
+        "TUNEWRIGHT_HOME": "~/in the home",
     }  # fmt: skip
     for name, value in parent.items():
         monkeypatch.setenv(name, value)
@@ -61,6 +62,7 @@ def test_the_environment_of_the_second_node_of_two(run_dir, monkeypatch):
         "HOME": "/root",
         "PATH": f"{Path(sys.executable).parent}:/usr/bin",
         "PYTHONUNBUFFERED": "1",
+        "TUNEWRIGHT_HOME": "/root/in the home",
         "MLFLOW_TRACKING_TOKEN": "m",
         "OTHER": "kept",
         "OMP_NUM_THREADS": "3",
@@ -118,9 +120,17 @@ def test_an_interface_that_is_missing_is_replaced_and_said(asked, given, run_dir
     variables = {"NCCL_SOCKET_IFNAME": asked}
     job = Job(run_dir, 1, "true", nodes=1, procs_per_node=1, env_variables=variables)
     assert local.node_of(job, 0, 1, Placement(1, 1, ())).env["NCCL_SOCKET_IFNAME"] == given
-    note = local.interface_note(variables)
-    assert (note is None) == (asked == given)
-    assert note is None or asked in note
+    notes = local.notes(variables)
+    assert [asked in note for note in notes] == ([] if asked == given else [True])
+
+
+def test_the_gpus_of_a_node_are_the_target_s_to_say(run_dir):
+    variables = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    job = Job(run_dir, 1, "true", nodes=2, procs_per_node=1, env_variables=variables)
+    placement = Placement(2, 1, ("4", "5"))
+    seen = [local.node_of(job, n, 1, placement).env["CUDA_VISIBLE_DEVICES"] for n in (0, 1)]
+    assert seen == ["4", "5"]
+    assert "CUDA_VISIBLE_DEVICES" in local.notes(variables)[0]
 
 
 def test_a_secret_is_in_no_command_line_and_no_guardian(run_command, token, alive, run_dir, until):

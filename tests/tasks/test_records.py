@@ -42,7 +42,8 @@ def test_no_runs(home):
 
 
 def test_runs_are_listed_newest_first(run, home):
-    write_json(home / "runs" / "tiny-older", {"folder": "/x"})
+    write_json(home / "runs" / "tiny-older", {"folder": str(home)})
+    write_json(home / "runs" / "tiny-deleted", {"folder": "/nowhere"})
     os.utime(home / "runs" / "tiny-older", (1, 1))
     (home / "runs" / ".draft").touch()
     (home / "runs" / "folder").mkdir()
@@ -75,8 +76,8 @@ def test_a_run_that_goes_on(run, lock):
 
 def test_a_run_whose_folder_is_gone(home):
     write_json(home / "runs" / "tiny-x", {"folder": "/nowhere/tiny-x"})
-    assert records.receipt("tiny-x")["state"] == "Crashed"
-    assert records.log_files("tiny-x", None, None) == []
+    with pytest.raises(UserError, match="there is no run 'tiny-x'"):
+        records.receipt("tiny-x")
 
 
 def test_logs_in_the_order_of_the_route(run):

@@ -66,9 +66,13 @@ class Compute(Part):
     num_accelerators: StrictInt = Field(
         description="In total: a multiple of the type's count per node."
     )
-    pool_id: StrictStr | None = None
-    provisioned_capacity_id: StrictStr | None = None
-    priority_class: Literal["BEST_EFFORT", "NORMAL", "CRITICAL"] | None = None
+    pool_id: StrictStr | None = Field(None, description="Passed through to the platform.")
+    provisioned_capacity_id: StrictStr | None = Field(
+        None, description="Passed through to the platform."
+    )
+    priority_class: Literal["BEST_EFFORT", "NORMAL", "CRITICAL"] | None = Field(
+        None, description="Needs provisioned_capacity_id."
+    )
 
     @field_validator("accelerator_type")
     @classmethod
@@ -116,15 +120,23 @@ def _per_node(accelerator_type: str) -> int:
 class DockerImage(Part):
     """A container image; registry credentials and tag policy are passed through."""
 
-    url: StrictStr = Field(min_length=1)
-    tag_policy: StrictStr | None = None
-    credentials_secret_scope: StrictStr | None = None
-    credentials_secret_key: StrictStr | None = None
+    url: StrictStr = Field(min_length=1, description="The image.")
+    tag_policy: StrictStr | None = Field(None, description="Passed through to the platform.")
+    credentials_secret_scope: StrictStr | None = Field(
+        None, description="Where the registry's credentials are."
+    )
+    credentials_secret_key: StrictStr | None = Field(
+        None, description="Where the registry's credentials are."
+    )
 
 
 class Environment(Part):
-    docker_image: DockerImage | None = None
-    unity_catalog_image: StrictStr | None = None
+    docker_image: DockerImage | None = Field(
+        None, description="An image instead of version and dependencies."
+    )
+    unity_catalog_image: StrictStr | None = Field(
+        None, description="The same, as catalog.schema.image:tag."
+    )
     version: StrictStr = Field("4", description="4, AI5 or databricks_ai_v6.")
     dependencies: list[StrictStr] = Field(
         default_factory=list, description="pip requirements, or the path of a YAML with them."
@@ -192,7 +204,7 @@ def _base(info: ValidationInfo) -> Path:
 
 
 class Git(Part):
-    branch: StrictStr | None = None
+    branch: StrictStr | None = Field(None, description="Pack the head of this branch.")
     commit: StrictStr | None = Field(None, validate_default=True)
 
     @field_validator("commit")
@@ -213,7 +225,9 @@ class CodeSource(Part):
     include_paths: list[RelativePath] | None = Field(
         None, description="Only these files and folders below root_path."
     )
-    remote_volume: StrictStr | None = None
+    remote_volume: StrictStr | None = Field(
+        None, description="Where the platform keeps the snapshot."
+    )
     git: Git | None = Field(None, description="Pack a branch or commit, not the working tree.")
 
     @model_validator(mode="before")
@@ -238,9 +252,9 @@ class CodeSource(Part):
 
 
 class Permission(Part):
-    level: StrictStr = Field(min_length=1)
-    user_name: StrictStr | None = None
-    group_name: StrictStr | None = None
+    level: StrictStr = Field(min_length=1, description="E.g. CAN_VIEW.")
+    user_name: StrictStr | None = Field(None, description="One of the three principals.")
+    group_name: StrictStr | None = Field(None, description="One of the three principals.")
     service_principal_name: StrictStr | None = Field(None, validate_default=True)
 
     @field_validator("service_principal_name")

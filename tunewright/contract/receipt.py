@@ -1,7 +1,6 @@
 """The facts of a run, from what ran and never from what was asked.
 
-`fold_events` reads what the recipes left step by step; `receipt` puts the parts under their
-contract names.
+`fold_events` reads what the recipes left step by step; `markdown` shows a receipt.
 """
 
 from __future__ import annotations
@@ -38,34 +37,51 @@ def fold_events(attempts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, An
     Returns the receipt's keys steps, first_loss, last_loss, first_eval_loss, eval_loss, world_size,
     fast_paths, base_model, tokens_per_second_per_gpu, model_tflops_per_gpu, peak_memory_gib.
     """
-    by_step: dict[int, float] = {}
+    by_step: dict[int, Mapping[str, Any]] = {}
     evals: dict[int, float] = {}
     start: Mapping[str, Any] = {}
-    end: Mapping[str, Any] = {}
+    end: dict[str, Any] = {}
     for attempt in attempts:
         for event in attempt:
             kind = event.get("event")
             if kind == "step":
-                by_step[event["step"]] = event["loss"]
-            elif kind == "eval":
+                by_step[event["step"]] = event
+            elif kind == "eval" and event["loss"] is not None:
                 evals[event["step"]] = event["loss"]
             elif kind == "start":
                 start = event
             elif kind == "end":
-                end = event
+                # An attempt that found nothing left to train measured nothing.
+                end |= {key: value for key, value in event.items() if value is not None}
+    # A step without a supervised token has no loss.
+    losses = {step: e["loss"] for step, e in by_step.items() if e["loss"] is not None}
+    base = start.get("base_model") or {}
     return {
         "world_size": start.get("world_size"),
-        "base_model": {**start.get("base_model", {}), "parameters": start.get("parameters")},
+        "base_model": {
+            "name": base.get("name"),
+            "revision": base.get("revision"),
+            "parameters": start.get("parameters"),
+        },
         "steps": max(by_step, default=0),
-        "first_loss": by_step[min(by_step)] if by_step else None,
-        "last_loss": by_step[max(by_step)] if by_step else None,
+        "first_loss": losses[min(losses)] if losses else None,
+        "last_loss": losses[max(losses)] if losses else None,
         "first_eval_loss": evals[min(evals)] if evals else None,
         "eval_loss": evals[max(evals)] if evals else None,
-        "tokens_per_second_per_gpu": end.get("tokens_per_second_per_gpu"),
+        "tokens_per_second_per_gpu": end.get("tokens_per_second_per_gpu", _rate(by_step, start)),
         "model_tflops_per_gpu": end.get("model_tflops_per_gpu"),
         "peak_memory_gib": end.get("peak_memory_gib"),
         "fast_paths": start.get("fast_paths", {}),
     }
+
+
+def _rate(by_step: Mapping[int, Mapping[str, Any]], start: Mapping[str, Any]) -> float | None:
+    """Tokens per second and process over all steps, for attempts that did not reach their end."""
+    seconds = sum(event.get("seconds", 0.0) for event in by_step.values())
+    if not seconds:
+        return None
+    tokens = sum(event.get("tokens", 0) for event in by_step.values())
+    return float(tokens / seconds / start.get("world_size", 1))
 
 
 def markdown(receipt: Mapping[str, Any]) -> str:
@@ -99,12 +115,14 @@ def markdown(receipt: Mapping[str, Any]) -> str:
 
 def _state(receipt: Mapping[str, Any]) -> str:
     reason = receipt.get("reason")
-    return f"{receipt['state']}: {reason}" if reason else str(receipt["state"])
+    return f"{receipt['state']}: {_one_line(reason)}" if reason else str(receipt["state"])
 
 
 def _attempt(attempt: Mapping[str, Any]) -> str:
     failure = attempt.get("failure")
-    ended = f"{failure['class']}: {_one_line(failure['message'])}" if failure else "well"
+    ended = attempt.get("stopped_by") or "well"
+    if failure:
+        ended = f"{failure['class']}: {_one_line(failure['message'])}"
     return (
         f"| {attempt['attempt']} | step {attempt['resumed_from_step']} "
         f"| {attempt['last_step']} | {ended} |"

@@ -4,7 +4,7 @@
     <output_dir>/<run>/workload.yaml              the effective workload, secret names only
                        hyperparameters.yaml       what the command reads
                        data-audit.md              what the data is like
-                       code/<folder>/             the unpacked snapshot, when there is one
+                       code/<hash>/<folder>/      the unpacked snapshot, when there is one
                        state/                     small files, each written once (the lock apart)
                        logs/attempt-1/node-0.log  one log per node, secrets scrubbed
                        logs/attempt-1/events.jsonl  what the recipe did, step by step
@@ -37,7 +37,8 @@ _STEP = re.compile(r"step-(\d{8})")
 
 def home() -> Path:
     """The folder of all local state: TUNEWRIGHT_HOME, by default ~/.tunewright."""
-    return Path(os.environ.get("TUNEWRIGHT_HOME") or Path.home() / ".tunewright").absolute()
+    given = os.environ.get("TUNEWRIGHT_HOME") or "~/.tunewright"
+    return Path(given).expanduser().absolute()
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def damage(folder: Path, facts: Mapping[str, Any], *, sizes_only: bool = False) 
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object from a small file; None when it is missing or torn."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -232,7 +233,7 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("w") as file:
+        with draft.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -8,6 +8,7 @@ Names are those of Hugging Face's trainers where they have one. A default has it
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -72,7 +73,11 @@ class DatasetSource(Settings):
 
 
 class DataSettings(Settings):
-    """Which rows become which tokens. Everything here is part of the fingerprint of the tokens."""
+    """Which rows become which tokens.
+
+    What changes the tokens is part of their fingerprint; names, paths and limits that only stop a
+    run are not.
+    """
 
     model_name: str = Field(
         min_length=1, description="Hub name, or a folder (./, ../, / or ~) with the model."
@@ -130,6 +135,12 @@ class DataSettings(Settings):
     max_leakage: float = Field(
         0.1, ge=0, le=1, description="Share of evaluation rows that may also be training rows."
     )
+    max_overlap: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of evaluation rows that may have 13 words in a row with a training row.",
+    )
 
     # Rules between fields stand at the later one, so that they are checked beside other problems.
     @field_validator("pack_tokens")
@@ -176,17 +187,19 @@ class FsdpSettings(DataSettings):
     save_dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Type of the weights in the exported model."
     )
-    learning_rate: float = Field(2e-5, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.95, ge=0, lt=1)
-    adam_epsilon: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int | None = Field(None, ge=0)
+    learning_rate: float = Field(2e-5, gt=0, description="Highest, after the warm-up.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's; not on norms and biases.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment.")
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="How the learning rate goes down after the warm-up."
+    )
+    warmup_steps: int | None = Field(None, ge=0, description="Steps to the full learning rate.")
     warmup_ratio: float = Field(0.03, ge=0, le=1, description="Used when warmup_steps is unset.")
     max_steps: int | None = Field(None, ge=1, description="Optimizer steps; else num_train_epochs.")
-    num_train_epochs: int = Field(1, ge=1)
+    num_train_epochs: int = Field(1, ge=1, description="Passes over the data.")
     global_batch_tokens: int = Field(
         16 * DEFAULT_PACK_TOKENS,
         ge=1,
@@ -202,8 +215,8 @@ class FsdpSettings(DataSettings):
     save_steps: int = Field(200, ge=1, description="Optimizer steps between checkpoints.")
     save_total_limit: int = Field(2, ge=1, description="Sealed checkpoints that are kept.")
     eval_steps: int = Field(200, ge=1, description="Optimizer steps between evaluations.")
-    logging_steps: int = Field(1, ge=1)
-    seed: int = Field(42, ge=0)
+    logging_steps: int = Field(1, ge=1, description="Steps between lines of output.")
+    seed: int = Field(42, ge=0, description="Of the order of the rows and of random weights.")
     output_dir: str | None = Field(None, description="The run's model folder; set by the launcher.")
     tokens_path: str | None = Field(None, description="Sealed tokens; set by the launcher.")
 
@@ -252,7 +265,9 @@ def settings_of(
 
 def load_settings(recipe: str, parameters: Mapping[str, Any]) -> FsdpSettings:
     """The settings of a recipe for the recipe itself; raises UserError with every problem."""
-    settings, problems = settings_of(recipe, parameters)
+    # By hand there is no workload: the processes that were started are the accelerators.
+    accelerators = int(os.environ.get("WORLD_SIZE") or 1)
+    settings, problems = settings_of(recipe, parameters, accelerators)
     if settings is None:
         raise UserError("\n".join(f"{path}: {message}" for path, message in problems))
     return settings

@@ -68,20 +68,24 @@ class Workload(Part):
     experiment_name: RunName
     command: StrictStr = Field(description="Run with bash once per node, taken literally.")
     compute: Compute
-    environment: Environment | None = None
-    code_source: CodeSource | None = None
+    environment: Environment | None = Field(None, description="What is installed on each node.")
+    code_source: CodeSource | None = Field(None, description="What travels to each node.")
     env_variables: dict[str, StrictStr] = Field(default_factory=dict)
     secrets: dict[str, StrictStr] = Field(default_factory=dict, description="NAME: scope/key")
     parameters: dict[str, Any] = Field(default_factory=dict, description="Read by the command.")
     max_retries: StrictInt = Field(PLATFORM_MAX_RETRIES, ge=0, description="0 = one attempt.")
     timeout_minutes: StrictInt | None = Field(None, ge=1, description="Per attempt.")
     idempotency_token: StrictStr | None = Field(None, min_length=1, max_length=64)
-    mlflow_run_name: RunName | None = None
-    mlflow_experiment_directory: StrictStr | None = None
-    mlflow_artifact_location: StrictStr | None = None
-    permissions: list[Permission] = Field(default_factory=list)
-    usage_policy_name: StrictStr | None = None
-    usage_policy_id: StrictStr | None = None
+    mlflow_run_name: RunName | None = Field(None, description="Default: experiment_name.")
+    mlflow_experiment_directory: StrictStr | None = Field(None, description="Below /Workspace.")
+    mlflow_artifact_location: StrictStr | None = Field(
+        None, description="A URI; /Volumes/… becomes dbfs:/Volumes/…."
+    )
+    permissions: list[Permission] = Field(
+        default_factory=list, description="Who may see or manage the run on the platform."
+    )
+    usage_policy_name: StrictStr | None = Field(None, description="Either this or usage_policy_id.")
+    usage_policy_id: StrictStr | None = Field(None, description="A UUID.")
 
     @field_validator("command")
     @classmethod

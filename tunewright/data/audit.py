@@ -182,13 +182,23 @@ def _two_bos(audit: Mapping[str, Any], settings: DataSettings) -> str | None:
 
 def _leaks(audit: Mapping[str, Any], settings: DataSettings) -> str | None:
     leakage = audit.get("leakage")
-    if not leakage or leakage["share"] <= settings.max_leakage:
+    if not leakage:
+        return None
+    limit = _passed_limit(leakage, settings)
+    if limit is None:
         return None
     pairs = [
         f"{leak['eval_row']} = {leak['train_row']} ({leak['kind']})" for leak in leakage["rows"]
     ]
     return (
         f"{leakage['leaked']:,} of {leakage['eval_rows']:,} evaluation rows are training rows too, "
-        f"more than max_leakage={settings.max_leakage:g} allows: "
-        f"{some(pairs, leakage['leaked'], '; ')}; remove them from one side, or raise max_leakage"
+        f"more than {limit}={getattr(settings, limit):g} allows: "
+        f"{some(pairs, leakage['leaked'], '; ')}; remove them from one side, or raise {limit}"
     )
+
+
+def _passed_limit(leakage: Mapping[str, Any], settings: DataSettings) -> str | None:
+    """The setting whose limit the leaked rows pass: whole rows, or rows that share some words."""
+    if leakage["whole_share"] > settings.max_leakage:
+        return "max_leakage"
+    return "max_overlap" if leakage["share"] > settings.max_overlap else None

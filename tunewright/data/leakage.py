@@ -226,6 +226,7 @@ def summary(leaks: Sequence[Leak], rows: int, sampled: int) -> dict[str, Any]:
         "leaked": len(leaks),
         "kinds": {kind: sum(leak.kind == kind for leak in leaks) for kind in _KINDS},
         "share": len(leaks) / rows if rows else 0.0,
+        "whole_share": sum(leak.kind != _KINDS[2] for leak in leaks) / rows if rows else 0.0,
         "compared": "every run" if sampled == 1 else f"one run in {sampled}",
         "rows": [leak._asdict() for leak in leaks[:_SHOWN]],
     }

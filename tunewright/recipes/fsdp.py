@@ -35,8 +35,10 @@ from tunewright.training.world import World, join
 
 # Settings that decide which model comes out. A checkpoint made with others is not resumed.
 IDENTITY = (
+    "model_name",
     "model_revision",
     "init",
+    "precision",
     "seed",
     "global_batch_tokens",
     "learning_rate",
@@ -69,7 +71,7 @@ def read_parameters(argument: str | None) -> dict[str, Any]:
     if not path:
         raise UserError("no hyperparameters: name a YAML file, or set HYPERPARAMETERS_PATH")
     try:
-        found = yaml.safe_load(Path(path).read_text())
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -125,6 +125,22 @@ def test_leaks_are_reported_with_row_ids_and_stop_over_the_limit(settings, write
     allowed = wanted.model_copy(update={"max_leakage": 0.2})
     found = prepare(allowed, tmp_path / "tokens").store.facts["audit"]["leakage"]
     assert (found["leaked"], found["share"], found["eval_rows"]) == (2, 0.2, 10)
+    assert found["whole_share"] == 0.2
     # The limit of today holds for tokens that were made before.
     with pytest.raises(DataError, match=r"more than max_leakage=0.1 allows"):
         prepare(wanted, tmp_path / "tokens")
+
+
+def test_rows_that_share_words_stop_only_where_a_limit_is_set(settings, write_rows, tmp_path):
+    shared = "one two three four five six seven eight nine ten eleven twelve thirteen"
+    train = [{"instruction": f"Say {n}.", "output": f"So {n}."} for n in range(20)]
+    train[7] = {"instruction": f"Begin: {shared}, and then?", "output": "Fourteen."}
+    held = [{"instruction": f"Now {shared} and what?", "output": "More."}]
+    held += [{"instruction": f"Ask {n}.", "output": "No."} for n in range(3)]
+    paths = write_rows(train, "train.jsonl"), write_rows(held, "held.jsonl")
+    wanted = settings(paths[0], eval_dataset=str(paths[1]))
+    found = prepare(wanted, tmp_path / "tokens").store.facts["audit"]["leakage"]
+    assert (found["whole_share"], found["share"]) == (0.0, 0.25)
+    strict = wanted.model_copy(update={"max_overlap": 0.2})
+    with pytest.raises(DataError, match=r"row 1 = .* row 8 \(13 words in a row\)"):
+        prepare(strict, tmp_path / "tokens")

@@ -18,7 +18,7 @@ def test_metrics_and_settings_reach_the_run_which_stays_open(local_store, monkey
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{local_store}/mlflow.db")
     client = MlflowClient()
-    run = client.create_run(client.create_experiment("tracked")).info.run_id
+    run = client.create_run(client.create_experiment("of the training room")).info.run_id
     monkeypatch.setenv("MLFLOW_RUN_ID", run)
 
     tracking = Tracking.of(main=True)
