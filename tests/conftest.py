@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a file share their fixtures, so they run in one process; so do most flow tests."""
     for item in items:
