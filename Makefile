@@ -70,7 +70,7 @@ ui: setup ## the Prefect UI of the demo's runs, on http://127.0.0.1:4200
 	  $(BIN)/prefect server start --host 127.0.0.1 --port 4200
 
 test: setup-all ## every test; real rows are used where TUNEWRIGHT_TEST_DATA names them
-	$(BIN)/python -m pytest -n 3 --dist loadgroup
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: setup-all ## format, lint, types, import walls, spelling
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""A real MLflow server for registration and route, and which tests run beside which."""
+"""A real MLflow server, shared by the tests of registration and of the route."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file share their fixtures, so they run in one process; so do most flow tests."""
-    for item in items:
-        alone = item.path.parent.name != "flows" or item.path.stem == "test_endings"
-        item.add_marker(pytest.mark.xdist_group(str(item.path) if alone else "flows"))
 
 
 @pytest.fixture(scope="session")
