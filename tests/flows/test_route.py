@@ -67,9 +67,9 @@ def _check_prefect(api, run: str) -> None:
         "resolve_secret", "pretokenize", "launch", "consolidate", "register",
     ]  # fmt: skip
     assert {task["state_name"] for task in tasks} == {"Completed"}
-    (page,) = api("/artifacts/filter", mine)
-    assert page["key"] == "receipt"
-    assert "tiny version 1" in page["data"]
+    pages = {page["key"]: page["data"] for page in api("/artifacts/filter", mine)}
+    assert "tiny version 1" in pages["receipt"]
+    assert "supervised" in pages["data-audit"]
 
 
 def _check_mlflow(home: Path, facts: dict) -> None:
