@@ -8,24 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tunewright.contract import rundir
+from tunewright.modelfolder import TOKENIZER_PATTERNS
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-_COPIED = (
-    GENERATION_CONFIG,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-    "chat_template.*",
-    "additional_chat_templates/*",
-)
+_COPIED = (GENERATION_CONFIG, *TOKENIZER_PATTERNS)
 
 
 def write_hf_folder(
