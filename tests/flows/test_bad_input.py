@@ -40,7 +40,7 @@ def rows(tmp_path: Path, *lines: object) -> str:
     return str(path)
 
 
-def refused(home, file: Path, code: int, *words: str) -> None:
+def expect_refused(home, file: Path, code: int, *words: str) -> None:
     found = home.run(file)
     assert found.code == code, found.narration
     assert "Traceback" not in found.narration
@@ -51,18 +51,18 @@ def refused(home, file: Path, code: int, *words: str) -> None:
 
 
 def test_missing_file(home, tmp_path) -> None:
-    refused(home, tmp_path / "none.yaml", 2, "none.yaml does not exist")
+    expect_refused(home, tmp_path / "none.yaml", 2, "none.yaml does not exist")
     assert not (home.path / "Volumes").exists()
 
 
 def test_not_yaml(home, tmp_path) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text("experiment_name: [a\n")
-    refused(home, path, 2, "broken.yaml is not valid YAML", "line 2")
+    expect_refused(home, path, 2, "broken.yaml is not valid YAML", "line 2")
 
 
 def test_all_problems_at_once(home, tiny) -> None:
-    refused(home, tiny(max_stepps=1, learning_rate="fast"), 2, "did you mean max_steps?",
+    expect_refused(home, tiny(max_stepps=1, learning_rate="fast"), 2, "did you mean max_steps?",
             "parameters.learning_rate: must be a number")  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_a_target_of_a_later_version_is_refused_by_name(home) -> None:
 
 
 def test_a_missing_secret_names_each_place(home, write) -> None:
-    refused(home, write("true", secrets={"MY_TOKEN": "my_scope/tok"}), 2,
+    expect_refused(home, write("true", secrets={"MY_TOKEN": "my_scope/tok"}), 2,
             "environment variable MY_TOKEN", "'my-scope-tok'")  # fmt: skip
 
 
@@ -98,26 +98,30 @@ def test_a_secret_from_a_prefect_block(home, write, prefect_server) -> None:
 
 def test_unmet_dependencies_give_the_pip_line(home, write) -> None:
     file = write("true", environment={"dependencies": ["no-such-package>=2", "torch>=2"]})
-    refused(home, file, 2, "no-such-package>=2 (not installed)", "pip install 'no-such-package>=2'")
+    expect_refused(
+        home, file, 2, "no-such-package>=2 (not installed)", "pip install 'no-such-package>=2'"
+    )
 
 
 def test_an_empty_dataset(home, tiny, tmp_path) -> None:
-    refused(home, tiny(dataset_name=rows(tmp_path)), 1, "rows.jsonl")
+    expect_refused(home, tiny(dataset_name=rows(tmp_path)), 1, "rows.jsonl")
 
 
 def test_rows_without_an_answer(home, tiny, tmp_path) -> None:
     good = {"instruction": "Say hello.", "output": "Hello."}
     bad = {"instruction": "Say nothing.", "output": ""}
-    refused(home, tiny(dataset_name=rows(tmp_path, good, bad)), 1, "row 2", "on_bad_row: drop")
+    expect_refused(
+        home, tiny(dataset_name=rows(tmp_path, good, bad)), 1, "row 2", "on_bad_row: drop"
+    )
 
 
 def test_an_unknown_model(home, tiny, tmp_path) -> None:
-    refused(home, tiny(model_name=str(tmp_path / "nowhere")), 2, str(tmp_path / "nowhere"))
+    expect_refused(home, tiny(model_name=str(tmp_path / "nowhere")), 2, str(tmp_path / "nowhere"))
 
 
 def test_an_unwritable_volume(home, tiny, tmp_path) -> None:
     (tmp_path / "file").write_text("in the way")
-    refused(home, tiny(output_dir=str(tmp_path / "file" / "runs")), 2, "cannot be written")
+    expect_refused(home, tiny(output_dir=str(tmp_path / "file" / "runs")), 2, "cannot be written")
 
 
 @pytest.fixture
