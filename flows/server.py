@@ -7,7 +7,6 @@ with us in every ending.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ import httpx
 
 from flows import api
 from tasks.targets.guardian import Guardian, Node, marked
+from tasks.targets.local import free_port
 from tunewright.contract.failures import TunewrightError
 from tunewright.contract.rundir import home
 
@@ -37,7 +37,7 @@ def prefect_api(without: Iterable[str] = ()) -> Iterator[str]:
         yield configured
         return
     with tempfile.TemporaryDirectory(prefix="tunewright-server-") as scratch:
-        port, log = _free_port(), home() / "prefect-server.log"
+        port, log = free_port(), home() / "prefect-server.log"
         node = _server(port, log, Path(scratch), set(without))
         guardian = Guardian(node, {}, _GRACE_S, without=without)
         guardian.begin()
@@ -103,9 +103,3 @@ def _deliver() -> None:
 
     APILogWorker.drain_all(timeout=10)
     EventsWorker.drain_all(timeout=10)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -97,7 +97,7 @@ def run(
     grace_s: float = GRACE_S,
 ) -> Ending:
     """Run one attempt to its end, whatever the end is; afterwards no process of it is left."""
-    port = _free_port()
+    port = free_port()
     nodes = [node_of(job, rank, port, placement) for rank in range(job.nodes)]
     deadline = time.monotonic() + job.deadline_s if job.deadline_s else None
 
@@ -204,7 +204,8 @@ def _has_interface(asked: str) -> bool:
     return any(n == w if exact else n.startswith(w) for n in names for w in wanted)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
