@@ -3,8 +3,10 @@
     python -m tunewright.consolidate --run ROOT --result FILE
 
 The newest sealed checkpoint becomes `<run>/model/`, a Hugging Face folder that is an MLflow model
-as well. Without one, a Hugging Face folder that the command itself saved there is checked and
-sealed. Can be killed at any point and started again.
+as well; one of adapters becomes PEFT's folder, or with `merge: true` the whole model. Without one,
+a Hugging Face folder that the command itself saved there is checked and sealed. Can be killed at
+any point and started again. On a mount that takes whole files only, the folder is made on the local
+disk and copied there.
 """
 
 from __future__ import annotations
@@ -25,11 +27,16 @@ import torch
 from tunewright.contract import rundir
 from tunewright.contract.failures import TunewrightError, UserError, reported
 from tunewright.contract.rundir import RunDir
-from tunewright.export import MAX_SHARD_BYTES, ShardedModel, tied_once, write_weights
+from tunewright.export import MAX_SHARD_BYTES, tied_once, write_weights
+from tunewright.merging import MergedModel
 from tunewright.mlmodel import make_mlflow_model
 from tunewright.modelfolder import (
     ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER_PATTERNS,
+    WEIGHTS,
     Expected,
     Findings,
     Header,
@@ -43,6 +50,8 @@ from tunewright.modelfolder import (
     read_header,
     read_object,
 )
+from tunewright.publishing import draft_of, publish, publish_copy, replaced, say
+from tunewright.sharded import Entry, ShardedModel
 
 THE_COMMAND = "the command"
 _USERS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -55,7 +64,7 @@ def consolidate(run: RunDir, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str
     "model" is null, with the reason, when the command left nothing to make a model of. Raises
     TunewrightError when what it left is not whole; then nothing half-made stays behind.
     """
-    for leftover in (_draft(run), _replaced(run)):
+    for leftover in (draft_of(run), replaced(run)):
         shutil.rmtree(leftover, ignore_errors=True)
     newest = rundir.sealed_checkpoints(run.checkpoints)[-1:]
     source = f"checkpoint step {newest[0][0]}" if newest else None
@@ -66,7 +75,7 @@ def consolidate(run: RunDir, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str
             return _outcome(run, sealed, f"{run.model} was sealed before and is whole")
         if not newest:
             raise TunewrightError(f"{wrong[0]}; save the model again and remove {rundir.MANIFEST}")
-        _say(f"{wrong[0]}; building the model folder again")
+        say(f"{wrong[0]}; building the model folder again")
     try:
         if newest:
             return _from_checkpoint(run, *newest[0], str(source), max_shard_bytes)
@@ -82,15 +91,18 @@ def consolidate(run: RunDir, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str
 def _from_checkpoint(
     run: RunDir, step: int, checkpoint: Path, source: str, max_shard_bytes: int
 ) -> dict[str, Any]:
-    _say(f"building {run.model} from {checkpoint}")
-    draft = _draft(run)
+    say(f"building {run.model} from {checkpoint}")
+    draft = draft_of(run)
     try:
         facts = _build(checkpoint, draft, max_shard_bytes)
         hashes = facts.pop("hashes")
         sealed = rundir.seal(
             draft, {"kind": "model", "source": source, "step": step, **facts}, hashes
         )
-        _publish(run, draft)
+        if rundir.needs_staging(run.root):
+            publish_copy(run, draft)
+        else:
+            publish(run, draft)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return _outcome(run, sealed, f"built from {source}")
@@ -101,15 +113,84 @@ def _build(checkpoint: Path, draft: Path, max_shard_bytes: int) -> dict[str, Any
     origin = rundir.manifest(checkpoint) or {}
     dtype = origin.get("save_dtype", "bfloat16")
     _copy_description(checkpoint, draft, dtype)
-    model = ShardedModel(checkpoint)
-    entries = model.entries(getattr(torch, dtype))
+    if adapter := origin.get("adapter"):
+        fill = _fill_merged if adapter["merge"] else _fill_adapter
+        return fill(checkpoint, draft, origin, max_shard_bytes)
     expected = expected_tensors(draft)
     findings = Findings()
-    if expected is not None:
-        compare({entry.name: entry.shape for entry in entries}, expected, checkpoint)
-        entries = tied_once(model, entries, expected)
-    _check_description(draft, _local_base(origin.get("base_model")), findings)
-    hashes = write_weights(model, entries, draft, max_shard_bytes)
+    with ShardedModel(checkpoint) as model:
+        entries = model.entries(getattr(torch, dtype))
+        if expected is not None:
+            compare({entry.name: entry.shape for entry in entries}, expected, checkpoint)
+            entries = tied_once(model, entries, expected)
+        _check_description(draft, _local_base(origin.get("base_model")), findings)
+        hashes = write_weights(model, entries, draft, max_shard_bytes)
+    return _facts(origin, draft, entries, hashes, expected, findings)
+
+
+def _fill_adapter(
+    checkpoint: Path, draft: Path, origin: Mapping[str, Any], max_shard_bytes: int
+) -> dict[str, Any]:
+    """The adapter as PEFT saves it, in one file: loading it begins with its base model."""
+    for name in (CONFIG, GENERATION_CONFIG):  # those of the base model hold
+        (draft / name).unlink(missing_ok=True)
+    with ShardedModel(checkpoint) as model:
+        entries = model.entries(getattr(torch, origin["save_dtype"]))
+        hashes = write_weights(model, entries, draft, sys.maxsize)
+    os.replace(draft / WEIGHTS, draft / ADAPTER_WEIGHTS)
+    hashes = {ADAPTER_WEIGHTS: hashes[WEIGHTS]}
+    return {"kind": "adapter", **_facts(origin, draft, entries, hashes, None, Findings())}
+
+
+def _fill_merged(
+    checkpoint: Path, draft: Path, origin: Mapping[str, Any], max_shard_bytes: int
+) -> dict[str, Any]:
+    """The whole model: the base model's weights with the adapter's added in."""
+    base = _base_below(checkpoint, origin["base_model"])
+    say(f"adding the adapter to {base}")
+    config = read_object(draft / CONFIG)
+    if config.pop("quantization_config", None):  # what is written is not packed any more
+        (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    expected = expected_tensors(draft)
+    if expected is None:
+        raise UserError(f"merge: transformers has no such architecture ({draft / CONFIG})")
+    findings = Findings()
+    with ShardedModel(checkpoint) as adapter:
+        model = MergedModel(base, adapter, draft, expected)
+        entries = model.entries(getattr(torch, origin["save_dtype"]))
+        (draft / ADAPTER_CONFIG).unlink()
+        _check_description(draft, base, findings)
+        hashes = write_weights(model, entries, draft, max_shard_bytes)
+    return _facts(origin, draft, entries, hashes, expected, findings)
+
+
+def _base_below(checkpoint: Path, base_model: Mapping[str, Any]) -> Path:
+    """The folder with the weights that an adapter was trained on; downloaded if it is not here.
+
+    Random ones lie in the run itself.
+    """
+    run = RunDir(checkpoint.parents[1])
+    if rundir.manifest(run.base):
+        return run.base
+    name, revision = base_model["name"], base_model.get("revision")
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    from huggingface_hub import snapshot_download
+
+    patterns = [*TOKENIZER_PATTERNS, "*.json", "*.safetensors"]
+    return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def _facts(
+    origin: Mapping[str, Any],
+    draft: Path,
+    entries: list[Entry],
+    hashes: dict[str, dict[str, Any]],
+    expected: Expected | None,
+    findings: Findings,
+) -> dict[str, Any]:
+    """Finish the folder; what its seal says, and "hashes"."""
+    dtype = origin.get("save_dtype", "bfloat16")
     parameters = sum(math.prod(entry.shape) for entry in entries)
     _finish(draft, dtype, (origin.get("base_model") or {}).get("name"), expected, findings)
     return {
@@ -126,12 +207,12 @@ def _from_command(run: RunDir) -> dict[str, Any]:
     folder = run.model
     adapter = (folder / ADAPTER_CONFIG).is_file()
     if reason := _no_model(folder, adapter):
-        _say(reason)
+        say(reason)
         return {"model": None, "reason": reason}
     header = read_header(folder)
     if header is None:
         raise UserError(_pickled(folder))
-    _say(f"checking {folder}, left by the command: {len(header.shapes)} tensors")
+    say(f"checking {folder}, left by the command: {len(header.shapes)} tensors")
     findings = Findings()
     expected = None if adapter else _check_structure(folder, header, findings)
     check_finite(header)
@@ -207,7 +288,7 @@ def _finish(
         tokenizer=has_tokenizer(folder),
     )
     for warning in findings.warnings:
-        _say(f"warning: {warning}")
+        say(f"warning: {warning}")
 
 
 def _copy_description(checkpoint: Path, draft: Path, dtype: str) -> None:
@@ -222,37 +303,6 @@ def _copy_description(checkpoint: Path, draft: Path, dtype: str) -> None:
     if config.get("dtype", config.get("torch_dtype")) != dtype:
         config.pop("torch_dtype", None)
         (draft / CONFIG).write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
-
-
-def _publish(run: RunDir, draft: Path) -> None:
-    """Move the sealed draft into place. What was there is deleted if it was ours, else kept."""
-    if run.model.is_dir() and any(run.model.iterdir()):
-        ours = str((rundir.manifest(run.model) or {}).get("source", "")).startswith("checkpoint")
-        aside = _replaced(run) if ours else _free_name(run.root / "model-of-the-command")
-        os.replace(run.model, aside)
-        if not ours:
-            _say(
-                f"{run.model} held files that are not from the checkpoint; they are in {aside} now"
-            )
-    os.replace(draft, run.model)
-    shutil.rmtree(_replaced(run), ignore_errors=True)
-
-
-def _free_name(path: Path) -> Path:
-    taken = 1
-    found = path
-    while found.exists():
-        taken += 1
-        found = path.with_name(f"{path.name}-{taken}")
-    return found
-
-
-def _draft(run: RunDir) -> Path:
-    return run.root / ".model.draft"
-
-
-def _replaced(run: RunDir) -> Path:
-    return run.root / ".model.replaced"
 
 
 def _local_base(base_model: Mapping[str, Any] | None) -> Path | None:
@@ -288,15 +338,11 @@ def _outcome(run: RunDir, sealed: Mapping[str, Any], reason: str) -> dict[str, A
         **{k: sealed.get(k) for k in _OUTCOME},
     }
     found["warnings"] = sealed.get("warnings", [])
-    _say(
+    say(
         f"{reason}: {found['parameters']:,} parameters in {found['dtype']}, "
         f"{(found['bytes'] or 0) / 1e6:,.1f} MB in {found['shards']} file(s)"
     )
     return found
-
-
-def _say(text: str) -> None:
-    print(f"consolidate: {text}", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -404,3 +407,81 @@ def test_killed_between_the_two_moves_it_can_be_started_again(run, make_checkpoi
     os.replace(run.model, run.root / ".model.replaced")
     assert consolidate(run)["reason"] == "built from checkpoint step 20"
     assert sorted(p.name for p in run.root.iterdir()) == ["checkpoints", "model"]
+
+
+@pytest.fixture
+def on_a_volume(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Turns the run's folder into a mount that refuses to move files and to write into their
+    middle; returns the local disk's folder."""
+
+    def turn() -> Path:
+        local = tmp_path / "local"
+        local.mkdir()
+        monkeypatch.setenv("TUNEWRIGHT_WHOLE_FILES", str(run.root))
+        monkeypatch.setattr(tempfile, "tempdir", str(local))
+        for name in ("pwrite", "truncate", "ftruncate", "replace", "rename"):
+            monkeypatch.setattr(os, name, refusing(getattr(os, name), run.root))
+        return local
+
+    return turn
+
+
+def refusing(call: Any, volume: Path) -> Any:
+    def refuse(target: Any, *rest: Any) -> Any:
+        is_file = isinstance(target, int)
+        paths = [os.readlink(f"/proc/self/fd/{target}")] if is_file else [target, *rest]
+        if any(Path(p).is_relative_to(volume) for p in paths if isinstance(p, str | Path)):
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), paths[0])
+        return call(target, *rest)
+
+    return refuse
+
+
+def test_a_volume_gets_whole_files_and_its_seal_last(
+    on_a_volume, run, make_checkpoint, tiny_weights
+):
+    make_checkpoint(run)
+    local = on_a_volume()
+    outcome = consolidate(run, max_shard_bytes=20_000)
+    assert outcome["model"] == str(run.model)
+    assert outcome["shards"] >= 3
+    assert_cast(weights_of(run.model), tiny_weights, torch.bfloat16)
+    assert rundir.damage(run.model, rundir.manifest(run.model)) == []
+    written = {p.name: p.stat().st_mtime_ns for p in run.model.rglob("*") if p.is_file()}
+    assert max(written, key=lambda name: written[name]) == rundir.MANIFEST
+    assert ".half-copied" not in written
+    assert list(local.iterdir()) == []
+    assert "was sealed before" in consolidate(run)["reason"]
+
+
+def test_half_a_copy_on_a_volume_is_replaced_and_other_files_are_kept(
+    on_a_volume, run, make_checkpoint
+):
+    make_checkpoint(run)
+    on_a_volume()
+    consolidate(run)
+    (run.model / rundir.MANIFEST).unlink()
+    (run.model / ".half-copied").touch()
+    assert consolidate(run)["reason"] == "built from checkpoint step 20"
+    assert sorted(p.name for p in run.root.iterdir()) == ["checkpoints", "model"]
+    (run.model / rundir.MANIFEST).unlink()
+    (run.model / "notes.txt").write_text("mine")
+    consolidate(run)
+    assert (run.root / "model-of-the-command" / "notes.txt").read_text() == "mine"
+    assert not (run.model / "notes.txt").exists()
+
+
+def test_a_folder_on_a_volume_is_sealed_without_moving(on_a_volume, run, folder_of_a_script):
+    on_a_volume()
+    assert consolidate(run)["source"] == "the command"
+    assert rundir.is_sealed(run.model)
+
+
+def test_which_places_take_whole_files_only(tmp_path, monkeypatch):
+    assert not rundir.needs_staging(tmp_path / "run")
+    monkeypatch.setenv("TUNEWRIGHT_WHOLE_FILES", os.pathsep.join(["/gcs", str(tmp_path / "a")]))
+    assert rundir.needs_staging(tmp_path / "a" / "run")
+    assert rundir.needs_staging(Path("/gcs/runs"))
+    assert not rundir.needs_staging(tmp_path / "ab")
+    # A folder of that name that nothing is mounted at, as on a laptop, is an ordinary place.
+    assert not rundir.needs_staging(Path("/Volumes/no/such/volume/runs"))
