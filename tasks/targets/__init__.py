@@ -7,8 +7,8 @@ from types import ModuleType
 
 from tunewright.contract.failures import UserError
 
-_HOMES = {"local": "tasks.targets.local"}
-_LATER = {"ray": "a Ray cluster", "databricks": "Databricks AI Runtime"}
+_HOMES = {"local": "tasks.targets.local", "ray": "tasks.targets.ray_cluster"}
+_LATER = {"databricks": "Databricks AI Runtime"}
 
 
 def target_named(name: str) -> ModuleType:

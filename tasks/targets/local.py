@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -14,20 +13,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-import psutil
-
 from tasks.targets.guardian import Node, Say, marked, start_all, watch
 from tasks.targets.job import Ending, Job, ending_of
-from tunewright.contract.failures import UserError
+from tunewright.contract.environment import has_interface, may_pass
+from tunewright.contract.failures import DEADLINE_VARIABLE, GRACE_VARIABLE, UserError
 from tunewright.contract.processes import GRACE_S
 from tunewright.contract.rundir import home
 from tunewright.contract.workload import Workload
-
-_OUTER = {
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_ADDR", "CODE_SOURCE_PATH",
-    "HYPERPARAMETERS_PATH",
-}  # fmt: skip
-_UNDECLARED_SECRET = re.compile(r".*(_TOKEN|_API_KEY|_SECRET.*|_PASSWORD)\Z")
 
 
 @dataclass(frozen=True)
@@ -98,8 +90,8 @@ def run(
 ) -> Ending:
     """Run one attempt to its end, whatever the end is; afterwards no process of it is left."""
     port = free_port()
-    nodes = [node_of(job, rank, port, placement) for rank in range(job.nodes)]
     deadline = time.monotonic() + job.deadline_s if job.deadline_s else None
+    nodes = [node_of(job, rank, port, placement, grace_s) for rank in range(job.nodes)]
 
     def reason_to_stop() -> str | None:
         if deadline is not None and time.monotonic() > deadline:
@@ -110,8 +102,8 @@ def run(
     return ending_of(watch(guardians, say, reason_to_stop, started))
 
 
-def node_of(job: Job, rank: int, port: int, placement: Placement) -> Node:
-    """The command of one node, with the environment that every node sees."""
+def node_of(job: Job, rank: int, port: int, placement: Placement, grace_s: float = GRACE_S) -> Node:
+    """The command of one node, with the environment that every node sees; started now."""
     env = {
         **inherited_environment(),
         **_interface(job.env_variables),
@@ -125,7 +117,10 @@ def node_of(job: Job, rank: int, port: int, placement: Placement) -> Node:
         "MASTER_PORT": str(port),
         "TUNEWRIGHT_RUN_DIR": str(job.run.root),
         "TUNEWRIGHT_ATTEMPT": str(job.attempt),
+        GRACE_VARIABLE: f"{grace_s:g}",
     }
+    if job.deadline_s:
+        env[DEADLINE_VARIABLE] = f"{time.time() + job.deadline_s:.3f}"
     if job.code is not None:
         env["CODE_SOURCE_PATH"] = str(job.code)
     if job.has_parameters:
@@ -145,7 +140,7 @@ def inherited_environment() -> dict[str, str]:
 
     The folder of this Python comes first in PATH, so that `python` and `torchrun` are ours.
     """
-    env = {name: value for name, value in os.environ.items() if _may_pass(name)}
+    env = {name: value for name, value in os.environ.items() if may_pass(name)}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     env["PYTHONUNBUFFERED"] = "1"
     env["TUNEWRIGHT_HOME"] = str(home())
@@ -162,15 +157,6 @@ def notes(env_variables: Mapping[str, str]) -> list[str]:
     if "CUDA_VISIBLE_DEVICES" in env_variables:
         found.append("CUDA_VISIBLE_DEVICES is set by this target, for each node its own GPUs")
     return found
-
-
-def _may_pass(name: str) -> bool:
-    # The job's own names are set afresh: those of an outer job must not leak into this one.
-    if name in _OUTER or name.startswith("TORCHELASTIC_"):
-        return False
-    if name.startswith("MLFLOW_"):
-        return True
-    return not name.startswith(("PREFECT_", "DATABRICKS_")) and not _UNDECLARED_SECRET.match(name)
 
 
 def _on_this_machine(job: Job, rank: int, placement: Placement) -> dict[str, str]:
@@ -190,18 +176,9 @@ def _interface(env_variables: Mapping[str, str]) -> dict[str, str]:
     """The user's variables, with NCCL's interface replaced when this machine lacks it."""
     env = dict(env_variables)
     asked = env.get("NCCL_SOCKET_IFNAME")
-    if asked is not None and not _has_interface(asked):
-        env["NCCL_SOCKET_IFNAME"] = "lo" if _has_interface("=lo") else "lo0"
+    if asked is not None and not has_interface(asked):
+        env["NCCL_SOCKET_IFNAME"] = "lo" if has_interface("=lo") else "lo0"
     return env
-
-
-def _has_interface(asked: str) -> bool:
-    """NCCL's own rule: a list of prefixes, `=` for exact names, `^` for exclusion."""
-    names = list(psutil.net_if_addrs())
-    if asked.startswith("^"):
-        return True
-    exact, wanted = asked.startswith("="), asked.lstrip("=").split(",")
-    return any(n == w if exact else n.startswith(w) for n in names for w in wanted)
 
 
 def free_port() -> int:

@@ -1,0 +1,79 @@
+"""The whole route on a Ray cluster of two nodes, one of which is lost in mid-run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.clusters import Cluster, cluster
+from tests.flows.cli import TINY, events, processes_of, wait_for
+
+pytestmark = [
+    pytest.mark.flow,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs tunewright[ray]"),
+]
+
+EIGHT = {
+    "parameters.max_steps": 8,
+    "parameters.global_batch_tokens": 4096,
+    "parameters.save_steps": 3,
+    "parameters.eval_steps": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    found = cluster(tmp_path_factory.mktemp("ray"))
+    try:
+        found.add()
+        yield found
+    finally:
+        found.stop()
+
+
+def test_a_lost_ray_node_costs_an_attempt_and_no_step(home, two) -> None:
+    """One layer retries, ours: the second attempt waits for a new node and resumes there."""
+    pairs = [f"--set={key}={value}" for key, value in EIGHT.items()]
+    words = ("run", str(TINY), "--target", "ray", "--simulate", "--json", *pairs)
+    process = home.start(*words, RAY_ADDRESS=two.gcs)
+    (run,) = wait_for(lambda: home.runs("tiny"))
+    wait_for(lambda: events(run, 1, "step")[3:], 150)
+    two.nodes.pop().kill()
+    wait_for((run / "state" / "attempt-1" / "ended.json").exists, 90)
+    two.add()
+    out, narration = process.communicate(timeout=600)
+    assert process.returncode == 0, narration
+    facts = json.loads(out)
+    first, second = facts["attempts"]
+    assert first["failure"]["class"] == "infrastructure"
+    assert "on the Ray node" in first["failure"]["message"]
+    assert (second["resumed_from_step"], second["last_step"], second["failure"]) == (3, 8, None)
+    assert "attempt 2 resumes from step 3" in narration
+    assert (facts["state"], facts["nodes"], facts["world_size"]) == ("Completed", 2, 2)
+    assert facts["registered"]["version"] == 1
+    assert processes_of(str(run)) == []
+    assert "(2 nodes)" in narration
+    assert Path(facts["folder"]).samefile(run)
+
+
+def test_what_ray_cannot_do_is_refused_before_anything_starts(home, two, write) -> None:
+    file = write("true", secrets={"A_TOKEN": "scope/key"})
+    found = home.call("run", str(file), "--target", "ray", "--simulate", RAY_ADDRESS=two.dashboard)
+    assert found.returncode == 2
+    assert "secrets (A_TOKEN) do not travel" in found.stderr
+    assert "Traceback" not in found.stderr
+    assert home.runs("own") == []
+
+
+def test_a_dry_run_shows_what_each_ray_node_would_run(home, two, write) -> None:
+    words = ("run", str(write("echo $NODE_RANK")), "--target", "ray", "--simulate", "--dry-run")
+    found = home.call(*words, "--json", RAY_ADDRESS=two.gcs)
+    assert found.returncode == 0, found.stderr
+    (launch,) = json.loads(found.stdout)["launches"]
+    assert launch["argv"] == ["bash", "-c", "set -euo pipefail\necho $NODE_RANK"]
+    assert {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"} <= set(launch["environment"])
+    assert home.runs("own") == []
