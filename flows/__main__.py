@@ -27,6 +27,7 @@ tunewright check deployments/tiny.yaml
 tunewright run deployments/tiny.yaml --simulate
 tunewright run -f deployments/alpaca.yaml --simulate --set parameters.max_steps=50
 tunewright get tiny-7f3a91c2
+tunewright import axolotl.yml -o workload.yaml
 """
 
 
@@ -179,6 +180,42 @@ def cancel(name: str) -> None:
         records.entry(name)
         raise TunewrightError(f"run {name} is not going on; nothing to cancel")
     click.echo(f"asked {name} to end", err=True)
+
+
+@cli.command(name="import")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write it there.")
+@click.option("--force", is_flag=True, help="Overwrite that file.")
+@click.option("--from", "tool", type=click.Choice(["axolotl", "llama-factory", "torchtune"]))
+@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="In all.")
+@click.option("--json", "as_json", is_flag=True, help="Workload and notes as JSON on stdout.")
+def import_file(
+    file: Path, output: Path | None, force: bool, tool: str | None, gpus: int, as_json: bool
+) -> None:
+    """Turn a file of axolotl, LLaMA-Factory or torchtune into a workload."""
+    from flows import importing
+
+    found = importing.convert(file, tool, gpus)
+    if output is not None:
+        _write_new(output, found.text, force)
+    if as_json:
+        _print_json(found.document())
+        return
+    if output is None:
+        click.echo(found.text, nl=False)
+    click.echo("\n".join(found.narration()), err=True)
+
+
+def _write_new(path: Path, text: str, force: bool) -> None:
+    """Write a file; one that is there is only overwritten when that is wanted."""
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{path} is there already; give --force to overwrite it") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; give another -o") from None
+    click.echo(f"wrote {path}", err=True)
 
 
 def _row_of_api(found: dict[str, Any]) -> dict[str, Any]:
