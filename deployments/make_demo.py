@@ -7,6 +7,7 @@ It writes, with the same bytes every time on the same Python:
     deployments/demo.jsonl      questions about the standard library, answered by its docstrings
     deployments/model/          config and tokenizer of a small Llama, to be trained from nothing
     tests/data/models/llama/    the same for a tiny twin of Llama 3.1, for tests
+    tests/data/models/qwen/     and of Qwen 2.5
 
 The answers are sentences of the docstrings that every Python installation brings
 (Python Software Foundation License, version 2). Weights are not made: `init: random` does that.
@@ -26,7 +27,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 HERE = Path(__file__).resolve().parent
-TEST_MODEL = HERE.parent / "tests" / "data" / "models" / "llama"
+TEST_MODELS = HERE.parent / "tests" / "data" / "models"
 ROWS = 480
 MODULES = """
     argparse array ast base64 bisect calendar cmath codecs collections contextlib copy csv
@@ -70,6 +71,17 @@ LLAMA_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+QWEN_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+# It differs from Llama's in one thing: every digit is a word.
+QWEN_PATTERN = LLAMA_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def main() -> None:
@@ -79,9 +91,8 @@ def main() -> None:
     texts = ["\n".join(row.values()) for row in rows]
     write_demo_model(texts)
     write_llama(texts)
-    print(
-        f"{len(rows)} rows in {HERE / 'demo.jsonl'}, model folders {HERE / 'model'}, {TEST_MODEL}"
-    )
+    write_qwen(texts)
+    print(f"{len(rows)} rows in {HERE / 'demo.jsonl'}, models {HERE / 'model'}, {TEST_MODELS}/*")
 
 
 def demo_rows() -> list[dict[str, str]]:
@@ -188,7 +199,7 @@ def write_llama(texts: list[str]) -> None:
         "original_max_position_embeddings": 256,
     }
     write_model(
-        TEST_MODEL,
+        TEST_MODELS / "llama",
         tokenizer,
         llama_config(
             hidden_size=64,
@@ -209,6 +220,36 @@ def write_llama(texts: list[str]) -> None:
         },
         ends=["<|end_of_text|>", "<|eot_id|>"],
         template=LLAMA_TEMPLATE,
+    )
+
+
+def write_qwen(texts: list[str]) -> None:
+    """Qwen 2.5 with everything small: biases on queries, keys and values, tied, no start token."""
+    write_model(
+        TEST_MODELS / "qwen",
+        byte_level_bpe(texts, 1024, QWEN_TOKENS, QWEN_PATTERN),
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
+            "hidden_size": 64,
+            "initializer_range": 0.02,
+            "intermediate_size": 224,
+            "max_position_embeddings": 2048,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": True,
+            "torch_dtype": "float32",
+            "use_cache": True,
+            "use_sliding_window": False,
+        },
+        specials={"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+        ends=["<|im_end|>", "<|endoftext|>"],
+        template=QWEN_TEMPLATE,
     )
 
 
