@@ -37,11 +37,13 @@ $(VENV)/.core: $(BIN)/uv pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.all: $(VENV)/.core
-	$(INSTALL) --compile-bytecode --editable '.[train,hub]' --group pipeline --group test
+	$(INSTALL) --compile-bytecode --editable '.[train,hub,lora,ray,ray-train]' --group pipeline --group test
+	$(INSTALL) --compile-bytecode --no-deps --target $(VENV)/fp8 --group fp8
 	touch $@
 
-lock: ## write the versions that are installed now into constraints.txt
-	$(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sed 's/+cpu//' > constraints.txt
+lock: setup-all $(VENV)/.demo-real ## write the versions that are installed now into constraints.txt
+	{ $(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable; \
+	  $(BIN)/uv pip freeze --python $(BIN)/python --path $(VENV)/fp8; } | sed 's/+cpu//' | LC_ALL=C sort -u > constraints.txt
 
 # The demo leaves the state of the person who calls it alone: a home of its own in this folder.
 HOME_HERE := $(CURDIR)/.home

@@ -19,7 +19,7 @@ COPY --from=wheel /wheels ./wheels
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN grep -vE '^(torch|triton|nvidia)' constraints.txt > others.txt \
     ; pip list --format=freeze | grep -E '^(torch|triton)==' > torch.txt \
-    && pip install --no-cache-dir -c others.txt -c torch.txt "$(echo wheels/tunewright-*.whl)[train]" \
+    && pip install --no-cache-dir -c others.txt -c torch.txt "$(echo wheels/tunewright-*.whl)[gpu,lora,ray-train]" \
     && useradd --create-home --uid 10001 tunewright \
     && install -d -o tunewright /var/lib/tunewright
 

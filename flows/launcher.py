@@ -13,6 +13,7 @@ from typing import Any
 from tasks import plan, requirements
 from tasks.targets import target_named
 from tunewright.contract.failures import UserError
+from tunewright.contract.receipt import saving, speed, time_table
 from tunewright.contract.rundir import RunDir
 from tunewright.contract.workload import Workload
 
@@ -88,6 +89,7 @@ def summary(receipt: Mapping[str, Any]) -> Iterator[str]:
         world = receipt["world_size"]
         yield f"  training    {receipt['steps']} steps on {world} processes"
         yield f"  loss        {receipt['first_loss']:.4f} → {receipt['last_loss']:.4f}"
+        yield from _figures(receipt)
     if receipt.get("eval_loss") is not None:
         yield f"  evaluation  {receipt['first_eval_loss']:.4f} → {receipt['eval_loss']:.4f}"
     for attempt in receipt["attempts"]:
@@ -100,9 +102,20 @@ def summary(receipt: Mapping[str, Any]) -> Iterator[str]:
         yield f"  mlflow      run {mlflow['run_id']} in {mlflow['tracking_uri']}"
     if total := (receipt.get("seconds") or {}).get("total"):
         yield f"  time        {total:.1f} s"
+    yield from (f"    {line}" for line in time_table(receipt.get("seconds_by_phase") or {}))
     yield f"  folder      {receipt['folder']}"
     yield f"  more        {_this_command()} get {name}"
     yield f"              {_this_command()} logs {name}"
+
+
+def _figures(receipt: Mapping[str, Any]) -> Iterator[str]:
+    """Speed and checkpoints, as far as they were measured."""
+    each = receipt.get("tokens_per_second_per_gpu")
+    if each is not None:
+        share = f" ({used})" if (used := speed(receipt)) else ""
+        yield f"  speed       {each:,.0f} tokens/s per GPU or process{share}"
+    if saved := saving(receipt):
+        yield f"  checkpoints {saved}"
 
 
 def _this_command() -> str:

@@ -16,6 +16,7 @@ from tasks.policy import told
 from tasks.run import Run, TimedOut
 from tasks.targets.job import Ending, Job
 from tunewright.contract.failures import TunewrightError, UserError
+from tunewright.contract.progress import trained_percent
 from tunewright.contract.rundir import write_text
 
 _REDRAWN_S = 1.0
@@ -44,11 +45,12 @@ def launch(run: Run, tokens: Tokens, secrets: Secrets) -> Shards:
     job = job_of(run, attempts.next_number(run.dir))
     attempts.begin(run.dir, job.attempt)
     ui.say(f"attempt {job.attempt}: {job.nodes} nodes x {job.procs_per_node} processes")
+    bar = ui.ProgressBar("training-progress", "Steps that are trained")
     try:
         ending = run.target.run(
             job,
             secrets.values,
-            _narrator(job.nodes),
+            _narrator(job.nodes, bar.at),
             run.placement,
             cancelled=run.is_cancelled,
             started=run.lock.guarded_by,
@@ -59,6 +61,7 @@ def launch(run: Run, tokens: Tokens, secrets: Secrets) -> Shards:
     attempts.conclude(run.dir, job.attempt, ending)
     if not ending.well:
         raise failure_of(run, job.attempt, ending)
+    bar.end()
     return Shards(run.dir)
 
 
@@ -86,8 +89,10 @@ def failure_of(run: Run, attempt: int, ending: Ending) -> TunewrightError:
     stuck = attempts.without_progress(run.dir)
     if failure["class"] == "timeout":
         limit = f"timeout_minutes: {run.workload.timeout_minutes}"
-        timed_out = TimedOut(f"attempt {attempt} reached {limit}; its processes are ended")
-        return _marked(timed_out, stuck)
+        how = f"reached {limit}; its processes are ended"
+        if ending.stopped_by is None:  # the command ended by itself, in time
+            how = f"ended before {limit} was reached: {failure['message']}"
+        return _marked(TimedOut(f"attempt {attempt} {how}"), stuck)
     log = run.dir.node_log(attempt, failure["node"])
     rank = f", rank {failure['rank']}" if failure["rank"] is not None else ""
     head = f"attempt {attempt} failed on node {failure['node']}{rank} ({failure['class']})"
@@ -115,9 +120,10 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
-def _narrator(nodes: int) -> Callable[[int, str], None]:
+def _narrator(nodes: int, trained: Callable[[float], None]) -> Callable[[int, str], None]:
     """Output lines into the run's log, by node where there are several.
 
+    `trained` gets the percentage that the line of a step tells.
     A progress bar that redraws itself would flood the log: one line a second stands for it.
     """
     shown: dict[tuple[int, str], float] = {}
@@ -130,6 +136,9 @@ def _narrator(nodes: int) -> Callable[[int, str], None]:
                 return
             shown[(node, bar)] = now
         ui.say(f"[node {node}] {line}" if nodes > 1 else line)
+        percent = trained_percent(line)
+        if percent is not None:
+            trained(percent)
 
     return say
 

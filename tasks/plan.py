@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tasks import volumes
+from tunewright.contract.datasettings import BATCH_NAMES
 from tunewright.contract.rundir import RunDir
-from tunewright.contract.settings import BATCH_NAMES
 from tunewright.contract.workload import Workload
 
 

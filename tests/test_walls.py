@@ -62,7 +62,13 @@ def test_the_flow_is_light() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["run", "--help"], ["check", "deployments/tiny.yaml"], ["check", "--help"]],
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["check", "deployments/tiny.yaml"],
+        ["check", "--help"],
+        ["import", "tests/data/imports/axolotl_full.yml"],
+    ],
     ids=" ".join,
 )
 def test_the_command_line_is_lighter(words: list[str]) -> None:

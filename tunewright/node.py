@@ -209,7 +209,9 @@ class Guardian:
         self, code: int, killed: bool, kernel_oom: bool, told: dict[str, Any] | None, tail: str
     ) -> tuple[FailureClass, str]:
         if self.stopped_by == "timeout":
-            return "timeout", "the deadline of this attempt was reached"
+            saved = told is not None and told["class"] == "timeout"
+            reached = "the deadline of this attempt was reached"
+            return "timeout", told["message"] if told and saved else reached
         if self.stopped_by is not None:
             return "preemption", f"ended from outside: {self.stopped_by}"
         if told:

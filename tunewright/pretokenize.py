@@ -19,9 +19,9 @@ import yaml
 from pydantic import ValidationError
 
 from tunewright.contract import rundir
+from tunewright.contract.datasettings import DataSettings
 from tunewright.contract.failures import UserError, reported
 from tunewright.contract.problems import problems_of
-from tunewright.contract.settings import DataSettings
 from tunewright.data.auditpage import markdown, narration
 from tunewright.data.prepare import Prepared, prepare
 

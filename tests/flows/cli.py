@@ -49,7 +49,7 @@ class Home:
         )
 
     def call(
-        self, *words: str, timeout: float = 240, **env: str
+        self, *words: str, timeout: float = 600, **env: str
     ) -> subprocess.CompletedProcess[str]:
         """The same, to its end."""
         process = self.start(*words, **env)

@@ -64,6 +64,23 @@ def test_the_deadline_ends_every_process(home, write) -> None:
     assert mlflow_states(home.path) == ["FAILED"]
 
 
+def test_saved_near_the_deadline_is_timed_out_and_worth_another_attempt(home, write) -> None:
+    """What a recipe does then: it leaves the class and where it goes on from, and ends."""
+    facts = json.dumps({"class": "timeout", "rank": 0, "message": "step 7 is sealed"})
+    leave = f"echo '{facts}' > $TUNEWRIGHT_FAILURE_DIR/rank-0.json; exit 1"
+    command = f"test $TUNEWRIGHT_ATTEMPT = 3 || {{ {leave}; }}"
+    file = write(command, timeout_minutes=5, max_retries=1)
+    found = home.run(file)
+    assert (found.code, found.facts["state"]) == (1, "TimedOut")
+    assert found.facts["stopped_by"] == "timeout"
+    assert [a["failure"]["class"] for a in found.facts["attempts"]] == ["timeout"] * 2
+    expected = "attempt 2 ended before timeout_minutes: 5 was reached: step 7 is sealed"
+    assert expected in found.facts["reason"]
+    again = home.run(file)
+    assert [a["failure"] is None for a in again.facts["attempts"]] == [False, False, True]
+    assert again.facts["state"] == "Completed"
+
+
 def test_ctrl_c_leaves_nothing_behind(home, write) -> None:
     file = write(f"echo ready\n{STUBBORN}")
     process = home.start("run", str(file), "--simulate", "--json")

@@ -18,7 +18,8 @@ RECEIPT = {
     "run", "state", "stopped_by", "workload", "data", "base_model", "nodes", "world_size",
     "attempts", "steps", "first_loss", "last_loss", "first_eval_loss", "eval_loss",
     "tokens_per_second_per_gpu", "model_tflops_per_gpu", "peak_memory_gib", "seconds",
-    "fast_paths", "registered",
+    "fast_paths", "registered", "ceiling_tflops_per_gpu", "ceiling_share", "seconds_by_phase",
+    "checkpoints",
 }  # fmt: skip
 
 
@@ -34,6 +35,8 @@ def test_tiny_becomes_a_registered_model(home, api) -> None:
     assert facts["eval_loss"] < facts["first_eval_loss"]
     assert facts["data"]["rows"] == 480
     assert facts["data"]["cache"] == "miss: no tokens yet"
+    assert 0 < facts["ceiling_share"] < 1
+    assert facts["seconds_by_phase"]["start_up"] > 0
     (run,) = home.runs("tiny")
     assert json.loads((run / "receipt.json").read_text()) == facts
     _check_prefect(api, run.name)
@@ -70,6 +73,8 @@ def _check_prefect(api, run: str) -> None:
     pages = {page["key"]: page["data"] for page in api("/artifacts/filter", mine)}
     assert "tiny version 1" in pages["receipt"]
     assert "supervised" in pages["data-audit"]
+    assert "| where time went |" in pages["receipt"]
+    assert pages["training-progress"] == 100
 
 
 def _check_mlflow(home: Path, facts: dict) -> None:
@@ -78,7 +83,11 @@ def _check_mlflow(home: Path, facts: dict) -> None:
     rows = store.execute("select status, name from runs where run_uuid = ?", [run_id])
     assert rows.fetchall() == [("FINISHED", "tiny")]
     metrics = store.execute("select distinct key from metrics where run_uuid = ?", [run_id])
-    assert {key for (key,) in metrics} >= {"train_loss", "eval_loss", "learning_rate", "grad_norm"}
+    assert {key for (key,) in metrics} >= {
+        "train_loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second",
+        "tokens_per_second_per_gpu", "ceiling_share", "memory_gib", "time/step",
+        "time/forward_backward", "checkpoint_seconds", "checkpoint_blocked_seconds",
+    }  # fmt: skip
     tags = store.execute("select key, value from model_version_tags where version = 1")
     tags = dict(tags.fetchall())
     assert tags["tunewright.run"] == facts["run"]

@@ -42,7 +42,7 @@ def test_the_environment_of_the_second_node_of_two(run_dir, monkeypatch):
         "AWS_SECRET_ACCESS_KEY": "x", "DB_PASSWORD": "x", "RANK": "7", "LOCAL_RANK": "7",
         "LOCAL_ADDR": "x", "HYPERPARAMETERS_PATH": "/old", "CODE_SOURCE_PATH": "/old",
         "NODE_RANK": "9", "OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "1",
-        "TUNEWRIGHT_HOME": "~/in the home",
+        "TUNEWRIGHT_HOME": "~/in the home", "TUNEWRIGHT_DEADLINE": "1", "TUNEWRIGHT_GRACE_S": "1",
     }  # fmt: skip
     for name, value in parent.items():
         monkeypatch.setenv(name, value)
@@ -79,6 +79,7 @@ def test_the_environment_of_the_second_node_of_two(run_dir, monkeypatch):
         "MASTER_PORT": "29500",
         "TUNEWRIGHT_RUN_DIR": str(run_dir.root),
         "TUNEWRIGHT_ATTEMPT": "3",
+        "TUNEWRIGHT_GRACE_S": "10",
         "CODE_SOURCE_PATH": "/code/main",
         "HYPERPARAMETERS_PATH": str(run_dir.hyperparameters),
         "TUNEWRIGHT_NODE_MARK": mark,
@@ -101,6 +102,29 @@ def test_what_the_process_really_sees(run_command, run_dir, said, monkeypatch):
     assert not {"RANK", "LOCAL_RANK", "SOME_TOKEN", "HYPERPARAMETERS_PATH"} & set(seen)
     assert not [name for name in seen if name.startswith(("PREFECT_", "DATABRICKS_"))]
     assert not Path(seen["TUNEWRIGHT_FAILURE_DIR"]).exists()
+
+
+def test_a_command_is_told_its_deadline_and_its_grace(run_command, said, monkeypatch):
+    monkeypatch.setenv("TUNEWRIGHT_DEADLINE", "of an outer job")
+    show = "echo ${TUNEWRIGHT_DEADLINE:-none} $TUNEWRIGHT_GRACE_S"
+    assert run_command(show).well
+    assert said.lines[-1] == "none 0.5"
+    before = time.time()
+    assert run_command(show, deadline_s=100.0).well
+    told = float(said.lines[-1].split()[0])
+    assert before + 100 <= told + 0.001
+    assert told <= time.time() + 100
+
+
+def test_a_command_that_saved_near_its_deadline_has_timed_out(run_command):
+    facts = json.dumps({"class": "timeout", "rank": 0, "message": "saved in time"})
+    leave = f"echo '{facts}' > $TUNEWRIGHT_FAILURE_DIR/rank-0.json"
+    ending = run_command(f"{leave}; exit 1", deadline_s=60.0)
+    assert (ending.failure["class"], ending.stopped_by) == ("timeout", None)
+    assert ending.failure["message"] == "saved in time"
+    late = run_command(f"{leave}; sleep 60", deadline_s=1.0)
+    assert (late.failure["class"], late.stopped_by) == ("timeout", "timeout")
+    assert late.failure["message"] == "saved in time"
 
 
 def test_cpus_are_shared_out_unless_the_user_says(run_dir, monkeypatch):

@@ -6,6 +6,7 @@
     ├── DataError          data         the rows or the token store cannot be trained on
     ├── OutOfMemory        oom          the same thing would not fit again
     ├── NonFinite          nonfinite    the loss or gradient stopped being a number
+    ├── OutOfTime          timeout      the deadline is near; saved, and may go on later
     └── Interrupted        preemption   told to stop, and stopped in order; may go on later
 
 A program of ours runs its `main` under `reported()`: the error reaches the node's guardian as a
@@ -30,6 +31,10 @@ FINAL: frozenset[str] = frozenset({"user", "data", "oom", "nonfinite"})
 """Classes for which another attempt would end the same way."""
 
 FAILURE_DIR_VARIABLE = "TUNEWRIGHT_FAILURE_DIR"
+DEADLINE_VARIABLE = "TUNEWRIGHT_DEADLINE"
+"""When the attempt is ended, in Unix seconds; not set where there is no time limit."""
+GRACE_VARIABLE = "TUNEWRIGHT_GRACE_S"
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 class TunewrightError(Exception):
@@ -79,6 +84,10 @@ class OutOfMemory(TunewrightError):
 
 class NonFinite(TunewrightError):
     failure_class = "nonfinite"
+
+
+class OutOfTime(TunewrightError):
+    failure_class = "timeout"
 
 
 class Interrupted(TunewrightError):

@@ -8,7 +8,9 @@
                        state/                     small files, each written once (the lock apart)
                        logs/attempt-1/node-0.log  one log per node, secrets scrubbed
                        logs/attempt-1/events.jsonl  what the recipe did, step by step
+                       logs/attempt-1/trace-steps-10-12.json.gz  what rank 0 traced, on request
                        checkpoints/step-00000200/ sharded, sealed
+                       base/                      random frozen weights below adapters, sealed
                        model/                     Hugging Face folder, sealed
                        receipt.json               the facts of the run
 
@@ -32,6 +34,7 @@ RECEIPT = "receipt.json"
 WORKLOAD = "workload.yaml"
 HYPERPARAMETERS = "hyperparameters.yaml"
 EVENTS = "events.jsonl"
+WHOLE_FILES_VARIABLE = "TUNEWRIGHT_WHOLE_FILES"
 _STEP = re.compile(r"step-(\d{8})")
 
 
@@ -39,6 +42,21 @@ def home() -> Path:
     """The folder of all local state: TUNEWRIGHT_HOME, by default ~/.tunewright."""
     given = os.environ.get("TUNEWRIGHT_HOME") or "~/.tunewright"
     return Path(given).expanduser().absolute()
+
+
+def needs_staging(path: Path) -> bool:
+    """Whether a path is on a mount that takes whole files only, written once from start to end.
+
+    Such a place knows no append, no writing in the middle and no cheap rename: a folder is made on
+    the local disk and copied there, its marker last. It is a mounted Databricks volume,
+    /Volumes/<catalog>/<schema>/<volume>, or below a folder that TUNEWRIGHT_WHOLE_FILES names
+    (several: separated like PATH).
+    """
+    place = path.absolute()
+    if place.is_relative_to("/Volumes") and Path(*place.parts[:5]).is_dir():
+        return any(Path(*place.parts[:n]).is_mount() for n in range(2, 6))
+    named = os.environ.get(WHOLE_FILES_VARIABLE, "").split(os.pathsep)
+    return any(place.is_relative_to(Path(folder).absolute()) for folder in named if folder)
 
 
 @dataclass(frozen=True)
@@ -84,6 +102,11 @@ class RunDir:
         return self.state / "mlflow.json"
 
     @property
+    def memory(self) -> Path:
+        """What a GPU of this run takes at once, found by the first attempt."""
+        return self.state / "memory.json"
+
+    @property
     def tokens(self) -> Path:
         return self.state / "tokens.json"
 
@@ -95,6 +118,11 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def base(self) -> Path:
+        """The frozen model below adapters, where its weights are random and so nowhere else."""
+        return self.root / "base"
 
     @property
     def model(self) -> Path:
@@ -131,6 +159,11 @@ class RunDir:
         found = self.state.glob("attempt-*") if self.state.is_dir() else ()
         numbers = (p.name.removeprefix("attempt-") for p in found)
         return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def trace_name(steps: range) -> str:
+    """The name of a profiler's trace, beside the events of its attempt."""
+    return f"trace-steps-{steps[0]}-{steps[-1]}.json.gz"
 
 
 def sealed_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
@@ -229,8 +262,14 @@ def write_json(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text beside its place, then move it there, with the bytes on disk first."""
+    """Write text beside its place, then move it there, with the bytes on disk first.
+
+    Where files cannot be moved it is written in its place.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if needs_staging(path):
+        path.write_text(text, encoding="utf-8")
+        return
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with draft.open("w", encoding="utf-8") as file:

@@ -9,170 +9,28 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
+from tunewright.contract.datasettings import (
+    BATCH_NAMES,
+    DEFAULT_PACK_TOKENS,
+    PATH_PREFIXES,
+    DataSettings,
+)
 from tunewright.contract.failures import Problem, UserError
-from tunewright.contract.problems import leaves, problems_of, without_empty
+from tunewright.contract.problems import problems_of, without_empty
 
-DEFAULT_PACK_TOKENS = 4096
-PATH_PREFIXES = ("/", "./", "../", "~")
-"""A name that starts with one of these is a path; anything else is a Hub name."""
-
-BATCH_NAMES = (
-    "per_device_batch_size",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-)
-"""The names by which users' files say the batch."""
-_USERS_NAMES = (*BATCH_NAMES, "max_seq_len")
-
-
-class Settings(BaseModel):
-    """Typed parameters. Text that is a number counts as one: `2e-5` is text to YAML."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    also_known: ClassVar[tuple[str, ...]] = _USERS_NAMES
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_empty(cls, value: Any) -> Any:
-        return without_empty(value)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _numbers_are_no_bools(cls, value: Any, info: ValidationInfo) -> Any:
-        kinds = leaves(cls.model_fields[str(info.field_name)].annotation)
-        if isinstance(value, bool) and bool not in kinds and {int, float} & {*kinds}:
-            raise ValueError(f"must be a number (found {str(value).lower()})")
-        return value
-
-
-Format = Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"]
-
-
-class DatasetSource(Settings):
-    """One of several sources of rows."""
-
-    name: str = Field(min_length=1, description="Like dataset_name.")
-    revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
-    split: str = Field("train", description="Like dataset_split.")
-    weight: float = Field(1.0, gt=0, description="How often each of its rows is taken.")
-    format: Format = "auto"
-    columns: dict[str, str] | None = None
-
-
-class DataSettings(Settings):
-    """Which rows become which tokens.
-
-    What changes the tokens is part of their fingerprint; names, paths and limits that only stop a
-    run are not.
-    """
-
-    model_name: str = Field(
-        min_length=1, description="Hub name, or a folder (./, ../, / or ~) with the model."
-    )
-    model_revision: str | None = Field(None, description="Branch, tag or commit of a Hub model.")
-    datasets: list[DatasetSource] | None = Field(
-        None,
-        min_length=1,
-        description="Several sources instead of dataset_name, mixed by weight.",
-    )
-    dataset_name: str | None = Field(
-        None,
-        validate_default=True,
-        min_length=1,
-        description="Hub name, or a file, glob or folder of rows; name:split[:1000] takes a part.",
-    )
-    dataset_revision: str | None = Field(
-        None, description="Branch, tag or commit of a Hub dataset."
-    )
-    dataset_split: str = Field(
-        "train", description="Split of a Hub dataset, or of a folder that has several."
-    )
-    format: Format = Field("auto", description="Shape of a row; auto: found and named.")
-    columns: dict[str, str] | None = Field(
-        None, description="Names of columns that differ: {the shape's name: the data's name}."
-    )
-    template: Literal["auto", "alpaca", "chat", "builtin"] = Field(
-        "auto",
-        description="How a row becomes text: the Alpaca text, the tokenizer's chat template, or "
-        "ours. auto: Alpaca text for Alpaca rows, else chat, else ours where there is none.",
-    )
-    chat_template: str | None = Field(
-        None, min_length=1, description="A Jinja chat template to use instead, as text or a path."
-    )
-    train_on: Literal["responses", "all", "last_response"] = Field(
-        "responses", description="Which tokens are supervised."
-    )
-    on_bad_row: Literal["fail", "drop"] = Field(
-        "fail", description="A row without an answer, or of another shape: stop, or drop and count."
-    )
-    max_dropped: float = Field(
-        0.1, ge=0, le=1, description="Share of rows that may be dropped before the run stops."
-    )
-    on_too_long: Literal["truncate", "drop", "split", "fail"] = Field(
-        "truncate", description="A row of more than max_length tokens."
-    )
-    max_length: int = Field(2048, ge=8, description="Longest row, in tokens.")
-    pack_tokens: int = Field(
-        DEFAULT_PACK_TOKENS, ge=8, validate_default=True, description="Tokens of a pack of rows."
-    )
-    eval_fraction: float = Field(
-        0.0, ge=0, lt=1, description="Share of the rows held out for evaluation, by content hash."
-    )
-    eval_dataset: str | None = Field(None, description="Rows for evaluation, like dataset_name.")
-    max_leakage: float = Field(
-        0.1, ge=0, le=1, description="Share of evaluation rows that may also be training rows."
-    )
-    max_overlap: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="Share of evaluation rows that may have 13 words in a row with a training row.",
-    )
-
-    # Rules between fields stand at the later one, so that they are checked beside other problems.
-    @field_validator("pack_tokens")
-    @classmethod
-    def _packs_hold_a_row(cls, value: int, info: ValidationInfo) -> int:
-        longest = info.data.get("max_length", 0)
-        if value < longest:
-            raise ValueError(
-                f"pack_tokens is {value} but max_length is {longest}; "
-                "raise pack_tokens or lower max_length, a row must fit in a pack"
-            )
-        return value
-
-    @field_validator("dataset_name")
-    @classmethod
-    def _one_origin(cls, value: str | None, info: ValidationInfo) -> str | None:
-        several = info.data.get("datasets")
-        if value and several:
-            raise ValueError("dataset_name and datasets are both set; keep one")
-        if not value and not several and "datasets" in info.data:
-            raise ValueError("is required (or datasets, for several); add it")
-        return value
-
-    @field_validator("eval_dataset")
-    @classmethod
-    def _one_evaluation(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value and info.data.get("eval_fraction"):
-            raise ValueError(
-                "eval_fraction and eval_dataset are both set; remove one, "
-                "rows for evaluation come from one place"
-            )
-        return value
+MAX_PROFILED = 20
+"""Most steps of one trace: each is some 10 MB of it."""
 
 
 class FsdpSettings(DataSettings):
@@ -181,8 +39,10 @@ class FsdpSettings(DataSettings):
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="random: only config and tokenizer are read from model_name."
     )
-    precision: Literal["auto", "bf16", "fp32"] = Field(
-        "auto", description="Compute type; parameters stay fp32. auto: bf16 where the GPU has it."
+    precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
+        "auto",
+        description="Compute type; parameters stay fp32. auto: bf16 where the GPU has it. "
+        "fp8 is faster and lossy: the layers' products round their factors to 8 bits (torchao).",
     )
     save_dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Type of the weights in the exported model."
@@ -206,41 +66,139 @@ class FsdpSettings(DataSettings):
         validate_default=True,
         description="Tokens of one optimizer step, all ranks.",
     )
-    tokens_per_device: int | None = Field(
-        None, ge=1, description="Tokens of one micro-batch on one rank; unset: one pack."
+    tokens_per_device: int | Literal["auto"] = Field(
+        "auto",
+        description="Tokens of one micro-batch on one rank. auto: what fits a GPU, found once and "
+        "kept by the run; one pack on a CPU.",
     )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory."
+    gradient_checkpointing: bool | Literal["auto"] = Field(
+        "auto",
+        description="Recompute activations in the backward pass to save memory. "
+        "auto: only when they do not fit.",
+    )
+    compile: bool | Literal["auto"] = Field(
+        "auto", description="Compile the decoder layers (torch.compile). auto: on a GPU."
+    )
+    plain: bool = Field(
+        False,
+        description="Leave out what makes training fast: attention with a mask, whole logits, "
+        "nothing compiled. The same numbers up to rounding, to compare with.",
     )
     save_steps: int = Field(200, ge=1, description="Optimizer steps between checkpoints.")
     save_total_limit: int = Field(2, ge=1, description="Sealed checkpoints that are kept.")
     eval_steps: int = Field(200, ge=1, description="Optimizer steps between evaluations.")
     logging_steps: int = Field(1, ge=1, description="Steps between lines of output.")
+    profile_steps: str | None = Field(
+        None, description="First and last step that are traced with torch.profiler, like 10-12."
+    )
     seed: int = Field(42, ge=0, description="Of the order of the rows and of random weights.")
     output_dir: str | None = Field(None, description="The run's model folder; set by the launcher.")
     tokens_path: str | None = Field(None, description="Sealed tokens; set by the launcher.")
 
     @field_validator("global_batch_tokens", "tokens_per_device")
     @classmethod
-    def _batches_are_whole_packs(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _batches_are_whole_packs(cls, value: int | str, info: ValidationInfo) -> int | str:
         pack = info.data.get("pack_tokens")
-        if value is not None and pack and value % pack:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{info.field_name} is {value}; it must be at least one pack")
+        if isinstance(value, int) and pack and value % pack:
             raise ValueError(
                 f"{info.field_name} is {value}, which is not a whole number of packs of "
                 f"pack_tokens={pack}; nearest: {_nearest_multiple(value, pack)}"
             )
         return value
 
+    @field_validator("profile_steps", mode="before")
+    @classmethod
+    def _steps_to_profile(cls, value: Any, info: ValidationInfo) -> Any:
+        text = str(value).strip()
+        found = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", text, re.ASCII)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last or isinstance(value, bool):
+            raise ValueError(
+                f"must be the first and the last step to trace, counted from 1, like 10-12 "
+                f"(found {value!r})"
+            )
+        if last - first >= MAX_PROFILED:
+            raise ValueError(
+                f"traces {last - first + 1} steps; at most {MAX_PROFILED}, since a trace of more "
+                "is too large to be looked at"
+            )
+        steps = info.data.get("max_steps")
+        if steps and first > steps:
+            raise ValueError(f"begins at step {first}, but the run ends after step {steps}")
+        return f"{first}-{last}"
+
+    @property
+    def profiled(self) -> range:
+        """The steps to trace; empty when none are."""
+        first, _, last = (self.profile_steps or "1-0").partition("-")
+        return range(int(first), int(last) + 1)
+
     @property
     def packs_per_step(self) -> int:
         return self.global_batch_tokens // self.pack_tokens
 
-    @property
-    def packs_per_micro_batch(self) -> int:
-        return (self.tokens_per_device or self.pack_tokens) // self.pack_tokens
+    def compiles(self, on_gpu: bool) -> bool:
+        """Whether the decoder layers are compiled on such a device."""
+        wanted = on_gpu if self.compile == "auto" else self.compile
+        return wanted and not self.plain
 
 
-RECIPES: dict[str, type[FsdpSettings]] = {"fsdp": FsdpSettings}
+class LoraSettings(FsdpSettings):
+    """Low-rank adapters on a frozen model: the parameters of tunewright.recipes.lora."""
+
+    learning_rate: float = Field(2e-4, gt=0, description="Highest, after the warm-up.")
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto",
+        description="Compute type, and that of the frozen weights; adapters stay fp32. "
+        "auto: bf16 where the GPU has it.",
+    )
+    lora_r: int = Field(16, ge=1, description="Rank of the adapters of linear layers.")
+    lora_alpha: int = Field(
+        32, ge=1, description="An adapter's product is scaled by lora_alpha / its rank."
+    )
+    lora_dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout before the adapters; 0 with adapters on experts."
+    )
+    lora_target_modules: str | list[str] = Field(
+        "all-linear",
+        min_length=1,
+        description="Layers with adapters: the ends of their names, a regular expression, or "
+        "all-linear (all but the head).",
+    )
+    lora_target_parameters: Literal["auto"] | list[str] = Field(
+        "auto",
+        description="Tensors of stacked experts with adapters, by the ends of their names. "
+        "auto: all there are, with all-linear.",
+    )
+    lora_experts_r: int = Field(8, ge=1, description="Rank of the adapters of each expert.")
+    lora_rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict, description="{end of a name, or regular expression: another rank}."
+    )
+    sharding: Literal["auto", "fsdp", "ddp"] = Field(
+        "auto",
+        description="fsdp: each rank holds a part of the frozen weights. ddp: each holds all of "
+        "them. auto: ddp where they take less than half of a device.",
+    )
+    merge: bool = Field(
+        False, description="Export the whole model, adapters added in, instead of the adapters."
+    )
+
+
+class RayDdpSettings(FsdpSettings):
+    """Full fine-tuning with Ray Train and DDP: the parameters of tunewright.recipes.ray_ddp."""
+
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto", description="Compute type; parameters stay fp32. auto: bf16 where the GPU has it."
+    )
+
+
+RECIPES: dict[str, type[FsdpSettings]] = {
+    "fsdp": FsdpSettings,
+    "lora": LoraSettings,
+    "ray_ddp": RayDdpSettings,
+}
 """Settings of each recipe, by the name in `tunewright.recipes.<name>`."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tunewright.contract.settings import DataSettings
+from tunewright.contract.datasettings import DataSettings
 from tunewright.data.badrows import LISTED, BadRows, some
 from tunewright.data.store import SplitArrays
 from tunewright.data.work import Chunk, Outcome

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from tunewright.contract.datasettings import DataSettings
 from tunewright.contract.failures import DataError
-from tunewright.contract.settings import DataSettings
 from tunewright.data import audit as audits
 from tunewright.data import leakage
 from tunewright.data.audit import Tally

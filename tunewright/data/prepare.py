@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tunewright.contract.datasettings import DatasetSource, DataSettings
 from tunewright.contract.failures import DataError, UserError
 from tunewright.contract.lock import Lock, holder
-from tunewright.contract.settings import DatasetSource, DataSettings
 from tunewright.data import fingerprint
 from tunewright.data.examples import Example
 from tunewright.data.holdout import is_held_out

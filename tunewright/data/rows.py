@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from tunewright.contract.settings import DatasetSource
+from tunewright.contract.datasettings import DatasetSource
 from tunewright.data import shapes
 from tunewright.data.examples import BadRow, Example
 from tunewright.data.sources import Source, evaluation_sources, find, training_sources

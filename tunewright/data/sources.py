@@ -18,8 +18,9 @@ from typing import Any
 
 from tunewright.contract import datanames
 from tunewright.contract.datanames import DataName
+from tunewright.contract.datasettings import DatasetSource, DataSettings
 from tunewright.contract.failures import DataError, UserError
-from tunewright.contract.settings import DatasetSource, DataSettings, is_path
+from tunewright.contract.settings import is_path
 from tunewright.data.formats import Numbered, count_rows, is_rows, known, read_file
 from tunewright.data.hub import HubRows, hub_rows
 

@@ -24,9 +24,10 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -121,6 +122,28 @@ class Split:
 
     def __iter__(self) -> Iterator[Pack]:
         return (self[index] for index in range(len(self)))
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return int(np.diff(self._arrays.documents.astype(np.int64)).max(initial=0))
+
+    def counts_of(self, packs: Sequence[int]) -> tuple[int, int]:
+        """Tokens and supervised tokens of some packs together; reads none of their ids."""
+        tokens, supervised = self._counts
+        chosen = np.asarray(packs, dtype=np.int64)
+        return int(tokens[chosen].sum()), int(supervised[chosen].sum())
+
+    @cached_property
+    def _counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Tokens and supervised tokens of every pack, int64 [packs] each."""
+        arrays = self._arrays
+        spans = arrays.spans.astype(np.int64)
+        # Nothing predicts a document's first token.
+        labels = spans[:, 1] - np.maximum(spans[:, 0], 1)
+        before = np.concatenate([[0], np.cumsum(labels)])
+        tokens = np.diff(arrays.documents.astype(np.int64)[arrays.packs])
+        return tokens, np.diff(before[arrays.span_offsets.astype(np.int64)[arrays.packs]])
 
     def source_rows(self, index: int) -> npt.NDArray[np.int64]:
         """The source rows of a pack's documents, int64 [documents], counted from 1."""

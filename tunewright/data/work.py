@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tunewright.contract.settings import DataSettings
+from tunewright.contract.datasettings import DataSettings
 from tunewright.data.documents import Batch, Document, Fitted, encode, fitted
 from tunewright.data.examples import BadRow, Example
 from tunewright.data.fingerprint import digest_of

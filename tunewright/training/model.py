@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tunewright.contract.failures import UserError
-from tunewright.contract.settings import FsdpSettings, is_path
-from tunewright.training import attention
+from tunewright.contract.settings import FsdpSettings
+from tunewright.training import attention, fp8, head, weights
+from tunewright.training.base import BaseModel, read_config
+from tunewright.training.head import LossHead
 from tunewright.training.plan import seed_of
 from tunewright.training.world import World
-
-WEIGHTS = ("*.safetensors", "*.bin")
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """What training starts from: its name and revision as asked for and found, and its folder."""
-
-    name: str
-    revision: str | None
-    folder: Path
 
 
 @dataclass(frozen=True)
@@ -40,12 +28,43 @@ class ShardedModel:
     """A model whose parameters are DTensors, fp32, with their Hugging Face names.
 
     tied: {left out name: the name it shares its tensor with}; only the latter is a parameter.
+    dtype: of activations. head: makes the loss without keeping logits, where the model allows it.
+    compiled, precision: what is done, for the receipt. whole: gathered weights are kept during a
+    step. through: a wrapper that calls of the model go through, since it reduces gradients.
     """
 
     module: Any
     parameters: dict[str, nn.Parameter]
     tied: dict[str, str]
     dtype: torch.dtype
+    precision: str
+    compiled: bool
+    head: LossHead | None
+    whole: bool = False
+    through: Any = None
+
+    @property
+    def needs_shape(self) -> bool:
+        """Whether rows must be padded to one shape: compiled layers, and products of 8 bits."""
+        return self.compiled or self.precision == "fp8"
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return decoder_layers(self.module)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each number of the parameters and of their gradients."""
+        return 1
+
+    @property
+    def recomputes(self) -> bool:
+        return bool(getattr(self.layers[0], "gradient_checkpointing", False))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters as plain fp32 DTensors over the same memory, to be saved or filled."""
+        return {name: fp8.plain(p.detach()) for name, p in self.parameters.items()}
 
     def require_vocabulary(self, ids: int) -> None:
         """Raise UserError unless every token id below `ids` has an embedding."""
@@ -55,6 +74,17 @@ class ShardedModel:
                 f"the tokens use ids up to {ids - 1}, but the model has {rows} embeddings; "
                 "model_name and its tokenizer do not belong together"
             )
+
+    def accumulate(self, last: bool) -> None:
+        """Called before each micro-batch of a step, `last` before its last one.
+
+        A model that stays whole in a step is gathered once in it. A rank that is alone has nothing
+        to reduce before the end; others reduce each time, which takes less memory.
+        """
+        if self.whole:
+            self.module.set_reshard_after_backward(last)
+        if dist.get_world_size() == 1:
+            self.module.set_requires_gradient_sync(last)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -75,55 +105,64 @@ class ShardedModel:
         return total if shared else total - inputs.numel()
 
 
-def find_base(settings: FsdpSettings) -> BaseModel:
-    """The folder of the base model; a Hub model is downloaded first. For rank 0 only.
-
-    Raises UserError when there is no such model, or no weights where they are asked for.
-    """
-    name = settings.model_name
-    base = _local(name) if is_path(name) else _from_hub(settings)
-    if not (base.folder / "config.json").is_file():
-        raise UserError(f"model_name: {name} has no config.json; name a Hugging Face model folder")
-    if settings.init == "pretrained" and not any(_weights_in(base.folder)):
-        raise UserError(
-            f"model_name: {name} has no weights ({', '.join(WEIGHTS)}); "
-            "set init: random to start from scratch, or name a folder with weights"
-        )
-    return base
+M = TypeVar("M", bound=ShardedModel)
 
 
 def build(base: BaseModel, settings: FsdpSettings, world: World) -> ShardedModel:
     """The model on every rank, its parameters sharded, with the base model's or random weights.
 
-    The weights come from rank 0, one tensor at a time, so they are the same for any number of
-    ranks. Rank 0 holds the whole model in host memory (4 bytes a parameter) while it hands out.
+    The weights are the same for any number of ranks. Beside its shards a rank holds one layer, or
+    one tensor, at a time; `weights` says when rank 0 needs more.
     """
     dtype = compute_dtype(settings, world.device)
-    held: list[Any] = []  # the whole model, on rank 0
+    config = world.on_main(lambda: read_config(base))
+    module = skeleton(config, attention.choose(config, world.device, dtype, settings.plain))
+    if settings.precision == "fp8":
+        fp8.convert(decoder_layers(module), world.device, world.size)
+    tied = tied_names(module)
+    if settings.init == "random":
+        _make_random(module, settings.seed, dtype, world)
+    else:
+        _shard(module, dtype, world)
+        module.to_empty(device=world.device)
+        module.tie_weights()
+        weights.init_buffers(module)
+        weights.load_pretrained(module, base.name, base.folder, world)
+    fp8.refresh_scales(module)
+    model = ShardedModel(
+        module.train(),
+        dict(module.named_parameters()),
+        tied,
+        dtype,
+        "fp8" if settings.precision == "fp8" else "bf16" if dtype == torch.bfloat16 else "fp32",
+        settings.compiles(on_gpu=world.device.type == "cuda"),
+        None,
+    )
+    return ready(model, settings, world.device)
 
-    def read() -> Any:
-        held.append(_source(base, settings))
-        return held[0].config
 
-    config = world.on_main(read)
-    module = _skeleton(config, attention.choose(config, world.device, dtype))
-    tied = _tied(module)
-    if settings.gradient_checkpointing:
-        _recompute(module)
-    _shard(module, dtype)
-    module.to_empty(device=world.device)
-    module.tie_weights()
-    _hand_out(module, held.pop() if held else None, world)
-    model = ShardedModel(module.train(), dict(module.named_parameters()), tied, dtype)
+def ready(model: M, settings: FsdpSettings, device: torch.device) -> M:
+    """The model once it has weights: checked, with a loss head, recomputing and compiled as set."""
+    module = model.module
     with inference(model):
-        attention.check_isolation(module, world.device)
+        check_isolation(model, device)
+        if not settings.plain:
+            found = head.attach(module, model.compiled, lambda: attention.probe(module, device))
+            model = replace(model, head=found)
+    if settings.gradient_checkpointing is True:
+        recompute(model)
+    if model.compiled:
+        compile_layers(model)
     return model
 
 
 def compute_dtype(settings: FsdpSettings, device: torch.device) -> torch.dtype:
-    """The type of activations: bf16 where asked for, or on a GPU that has it; else fp32."""
+    """The type of activations: bf16 where asked for, or on a GPU that has it; else fp32.
+
+    With fp8 it is bf16 too: only the factors of the layers' matrix products have 8 bits.
+    """
     gpu_has_it = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    wanted = settings.precision == "bf16" or (settings.precision == "auto" and gpu_has_it)
+    wanted = settings.precision in ("bf16", "fp8") or (settings.precision == "auto" and gpu_has_it)
     return torch.bfloat16 if wanted else torch.float32
 
 
@@ -133,9 +172,96 @@ def inference(model: ShardedModel) -> Iterator[None]:
     model.module.eval()
     with torch.no_grad():
         yield
-    # Without a backward pass FSDP leaves the root's parameters whole.
-    model.module.reshard()
+    # Without a backward pass FSDP leaves some parameters whole.
+    for part in model.module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
     model.module.train()
+
+
+def recompute(model: ShardedModel) -> None:
+    """Let the layers recompute their activations in the backward pass.
+
+    Raises UserError for a model that cannot.
+    """
+    module = model.module
+    if not module.supports_gradient_checkpointing:
+        raise UserError(
+            f"gradient_checkpointing: {type(module).__name__} cannot recompute; set it to false"
+        )
+    newer = getattr(module, "activation_checkpointing_enable", None)
+    (newer or module.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def keep_whole(model: M) -> M:
+    """The same model, which gathers its weights once a step and then needs room for all of them."""
+    model.module.set_reshard_after_forward(False)
+    return replace(model, whole=True)
+
+
+def compile_layers(model: ShardedModel) -> None:
+    """Compile what is inside of each decoder layer; FSDP's hooks stay outside and still run.
+
+    The layers share one program. A layer that cannot be compiled as one piece is an error, not a
+    slow success; the `compile` setting turns this off.
+    """
+    import torch._dynamo
+    import torch._functorch.config
+
+    # What a layer's cheap operations gave is made again where a matrix product of the backward pass
+    # needs it, such as what goes into the last product of an MLP: a fifth of all activations.
+    torch._functorch.config.ban_recompute_materialized_backward = False
+    # One program for each number of tokens, with and without gradients.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, fullgraph=True)
+
+
+@contextmanager
+def only(module: Any, places: Collection[int]) -> Iterator[None]:
+    """Inside, the other decoder layers pass on what they get.
+
+    Older models have layers that give tuples; which kind these are is learnt from those that run,
+    so the first layer must be among them the first time.
+    """
+
+    def learn(_: nn.Module, inputs: Any, output: Any) -> None:
+        module._layers_give_tuples = isinstance(output, tuple)
+
+    def passing(hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return (hidden_states,) if module._layers_give_tuples else hidden_states
+
+    layers = list(enumerate(decoder_layers(module)))
+    others = [layer for place, layer in layers if place not in places]
+    hooks = [layer.register_forward_hook(learn) for place, layer in layers if place in places]
+    before = [layer.forward for layer in others]
+    for layer in others:
+        layer.forward = passing
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer, forward in zip(others, before, strict=True):
+            layer.forward = forward
+
+
+def check_isolation(model: ShardedModel, device: torch.device) -> None:
+    """Packed documents must not see each other; raises UserError where they do.
+
+    With 8 bits the documents of a row share a scale and so move each other's rounding, which a
+    whole model amplifies: one layer of each kind is looked at by itself then.
+    """
+    if model.precision != "fp8":
+        attention.check_isolation(model.module, device, tolerance=1e-3)
+        return
+    kinds = getattr(model.module.config.get_text_config(), "layer_types", None)
+    first: dict[Any, int] = {}
+    for place, layer in enumerate(model.layers):
+        first.setdefault((type(layer), kinds[place] if kinds else None), place)
+    for place in first.values():
+        with only(model.module, [place]):
+            attention.check_isolation(model.module, device, tolerance=0.1)
 
 
 def decoder_layers(module: Any) -> nn.ModuleList:
@@ -158,71 +284,7 @@ def takes_places(module: Any) -> bool:
     return "logits_to_keep" in inspect.signature(module.forward).parameters
 
 
-def _local(name: str) -> BaseModel:
-    folder = Path(name).expanduser().absolute()
-    if not folder.is_dir():
-        raise UserError(f"model_name: there is no folder {name}")
-    return BaseModel(name, None, folder)
-
-
-def _from_hub(settings: FsdpSettings) -> BaseModel:
-    """Download what training and export need. The revision found is the commit."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    name, revision = settings.model_name, settings.model_revision
-    patterns = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-    if settings.init == "pretrained":
-        patterns.append("*.safetensors")
-    try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except GatedRepoError:
-        raise UserError(
-            f"model_name: {name} is gated; accept its licence on the Hub, then set HF_TOKEN"
-        ) from None
-    except RevisionNotFoundError:
-        raise UserError(f"model_revision: {name} has no revision {revision}") from None
-    except RepositoryNotFoundError:
-        raise UserError(
-            f"model_name: the Hub has no model {name}, or HF_TOKEN may not see it; "
-            "a folder is written with ./, ../, / or ~ in front"
-        ) from None
-    return BaseModel(name, folder.name, folder)
-
-
-def _weights_in(folder: Path) -> Iterator[Path]:
-    return (path for pattern in WEIGHTS for path in folder.glob(pattern))
-
-
-def _source(base: BaseModel, settings: FsdpSettings) -> Any:
-    """The whole model on the host, fp32. Random weights follow from the seed alone."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(seed_of(settings.seed))
-    try:
-        if settings.init == "random":
-            config = AutoConfig.from_pretrained(base.folder)
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            base.folder, dtype=torch.float32, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"model_name: {base.name} cannot be loaded: {error}") from error
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(
-            f"model_name: {base.name} has no weights for {', '.join(missing[:5])}"
-            f"{' and more' if len(missing) > 5 else ''}; its files do not fit its config.json"
-        )
-    return model
-
-
-def _skeleton(config: Any, implementation: str | None) -> Any:
+def skeleton(config: Any, implementation: str | None) -> Any:
     """The model without memory for its parameters, on the meta device."""
     from transformers import AutoModelForCausalLM
 
@@ -232,17 +294,7 @@ def _skeleton(config: Any, implementation: str | None) -> Any:
         )
 
 
-def _recompute(module: Any) -> None:
-    """Let the layers recompute their activations in the backward pass."""
-    if not module.supports_gradient_checkpointing:
-        raise UserError(
-            f"gradient_checkpointing: {type(module).__name__} cannot recompute; set it to false"
-        )
-    newer = getattr(module, "activation_checkpointing_enable", None)
-    (newer or module.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
-def _tied(module: Any) -> dict[str, str]:
+def tied_names(module: Any) -> dict[str, str]:
     """{name: first name of the same tensor} of every parameter with more than one name."""
     first: dict[int, str] = {}
     names = module.named_parameters(remove_duplicate=False)
@@ -250,40 +302,45 @@ def _tied(module: Any) -> dict[str, str]:
     return {name: original for name, original in pairs if name != original}
 
 
-def _shard(module: Any, dtype: torch.dtype) -> None:
+def _make_random(module: Any, seed: int, dtype: torch.dtype, world: World) -> None:
+    """Random weights, each unit sharded as soon as it has them."""
+    layers = decoder_layers(module)
+    *inner, outer = weights.units(module, layers)
+    mesh = mesh_of(world)
+    for place, (layer, unit) in enumerate(zip(layers, inner, strict=True)):
+        weights.init_random(module, unit, seed_of(seed, place), world.device)
+        shard_unit(layer, dtype, mesh)
+    weights.init_random(module, outer, seed_of(seed, len(layers)), world.device)
+    module.tie_weights()
+    shard_outer(module, dtype, mesh)
+
+
+def _shard(module: Any, dtype: torch.dtype, world: World) -> None:
     """Shard each decoder layer and the rest: fp32 shards, computed in `dtype`, reduced in fp32."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    mesh = init_device_mesh(_device_type(), (dist.get_world_size(),))
+    mesh = mesh_of(world)
     for layer in decoder_layers(module):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
-    assert isinstance(module, FSDPModule)
+        shard_unit(layer, dtype, mesh)
+    shard_outer(module, dtype, mesh)
 
 
-def _device_type() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def shard_outer(module: Any, dtype: torch.dtype, mesh: DeviceMesh) -> None:
+    """Embedding, head, and what is left. The head stays whole from its forward to its backward
+    pass, which follow each other at once; the last layer too."""
+    inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
+    if outputs is not None and inputs.weight is not outputs.weight:
+        shard_unit(inputs, dtype, mesh)
+        shard_unit(outputs, dtype, mesh, reshard=False)
+    last: Any = decoder_layers(module)[-1]
+    last.set_reshard_after_forward(False, recurse=False)
+    shard_unit(module, dtype, mesh)
 
 
-@torch.no_grad()
-def _hand_out(module: Any, source: Any, world: World) -> None:
-    """Copy rank 0's parameters and buffers to every rank, each rank keeping its shard."""
-    whole = dict(source.named_parameters()) if source is not None else {}
-    for name, shard in module.named_parameters():
-        assert isinstance(shard, DTensor), f"{name} is not sharded"
-        full = _here(whole.get(name), shard.shape, shard.dtype, world)
-        shard.copy_(distribute_tensor(full, shard.device_mesh, shard.placements))
-    # Some, such as the rotary frequencies, are in no file: they are made with the model.
-    whole = dict(source.named_buffers()) if source is not None else {}
-    for name, buffer in module.named_buffers():
-        full = _here(whole.get(name), buffer.shape, buffer.dtype, world)
-        dist.broadcast(full, src=0)
-        buffer.copy_(full)
+def shard_unit(
+    unit: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, reshard: bool | None = None
+) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
 
 
-def _here(
-    value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, world: World
-) -> torch.Tensor:
-    """Rank 0's tensor on this device, or room for it."""
-    if value is None:
-        return torch.empty(shape, dtype=dtype, device=world.device)
-    return value.detach().to(world.device, dtype).contiguous()
+def mesh_of(world: World) -> DeviceMesh:
+    return init_device_mesh(world.device.type, (dist.get_world_size(),))

@@ -2,7 +2,8 @@
 
 The run belongs to the flow, which names it in MLFLOW_RUN_ID and sets its status. A thread imports
 MLflow (that takes seconds) and sends what has gathered; a store that does not answer costs the
-metrics, never the training.
+metrics, never the training. The same thread samples the machine of rank 0 with MLflow's own
+monitors, under the names that its page of system metrics knows (GPUs need `nvidia-ml-py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 _FLUSH_SECONDS = 3.0
@@ -30,6 +33,7 @@ class Tracking:
         self._run_id = run_id
         self._points: queue.SimpleQueue[Point] = queue.SimpleQueue()
         self._parameters: dict[str, Any] = {}
+        self._step = 0
         self._warned = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
@@ -51,7 +55,8 @@ class Tracking:
     def log(self, step: int, **metrics: float | None) -> None:
         """Queue metrics of a step; those that are None are left out."""
         if self._run_id:
-            now = int(time.time() * 1000)
+            self._step = step
+            now = _now()
             for name, value in metrics.items():
                 if value is not None:
                     self._points.put((name, value, now, step))
@@ -64,10 +69,13 @@ class Tracking:
 
     def _work(self) -> None:
         unsent: list[Point] = []
+        machine = Machine()
         while True:
             last = self._ended.is_set()
             unsent.extend(self._drained())
             try:
+                # By the training step, so that its curves lie below those of the loss.
+                unsent.extend((n, v, _now(), self._step) for n, v in machine.sampled(last))
                 self._send(unsent)
             except Exception as error:
                 self._warn(error)
@@ -99,3 +107,52 @@ class Tracking:
         if not self._warned:
             self._warned = True
             print(f"MLflow does not take the metrics, training goes on: {error}", file=sys.stderr)
+
+
+class Machine:
+    """What MLflow calls system metrics: use of CPU, memory, disk, network and GPUs here.
+
+    MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING=false turns them off, and
+    MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL sets the seconds between samples, as in MLflow. Its own
+    SystemMetricsMonitor is not used: it asks the server before each sample, gives up for good when
+    that fails once, and its end waits for the server without a limit.
+    """
+
+    def __init__(self) -> None:
+        self._on = os.environ.get("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "").lower() != "false"
+        self._every_s = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or 10)
+        self._monitors: list[Any] | None = None
+        self._sampled = 0.0
+
+    def sampled(self, last: bool) -> Iterator[tuple[str, float]]:
+        """Names and values when a sample is due, and at the end; nothing otherwise."""
+        if not self._on:
+            return
+        now = time.monotonic()
+        if self._monitors is None:
+            self._monitors, self._sampled = list(_monitors()), now
+        elif last or now - self._sampled >= self._every_s:
+            self._sampled = now
+            for monitor in self._monitors:
+                # A machine that does not tell costs these figures, not those of the training.
+                with suppress(Exception):
+                    monitor.collect_metrics()
+                    yield from ((f"system/{n}", v) for n, v in monitor.aggregate_metrics().items())
+                    monitor.clear_metrics()
+
+
+def _monitors() -> Iterator[Any]:
+    """Those of MLflow's monitors that work here; without a GPU or pynvml there is none for it."""
+    for kind in ("CPU", "Disk", "Network", "GPU"):
+        with suppress(Exception):
+            module = import_module(f"mlflow.system_metrics.metrics.{kind.lower()}_monitor")
+            monitor = getattr(module, f"{kind}Monitor")()
+            # Some tell what was since they were last asked, and nothing at first.
+            monitor.collect_metrics()
+            monitor.clear_metrics()
+            yield monitor
+
+
+def _now() -> int:
+    """Milliseconds since 1970."""
+    return int(time.time() * 1000)

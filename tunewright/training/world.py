@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -28,6 +28,8 @@ PREPARATION_TIMEOUT = timedelta(hours=24)
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Longest wait in one collective. Rank 0 reads the whole model from the volume inside one."""
+
+PARTING_TIMEOUT = timedelta(seconds=10)
 
 T = TypeVar("T")
 
@@ -45,16 +47,25 @@ class World:
     def main(self) -> bool:
         return self.rank == 0
 
-    def prepared(self, prepare: Callable[[], T]) -> T:
+    def prepared(self, prepare: Callable[[], T], name: str = "prepared") -> T:
         """What `prepare` gives on rank 0, on every rank; needs no process group.
 
         An error of ours on rank 0 is raised on every rank, so that every node knows the cause.
+        `name` tells one such work from another.
         """
         if self.main:
-            self.store.set("prepared", pickle.dumps(_outcome(prepare)))  # type: ignore[arg-type]
-        self.store.wait(["prepared"], PREPARATION_TIMEOUT)
-        found: T = _unwrapped(pickle.loads(self.store.get("prepared")))
+            self.store.set(name, pickle.dumps(_outcome(prepare)))  # type: ignore[arg-type]
+        self.store.wait([name], PREPARATION_TIMEOUT)
+        found: T = _unwrapped(pickle.loads(self.store.get(name)))
         return found
+
+    def parted(self) -> None:
+        """Rank 0, which holds the store, goes last; it waits for nobody longer than moments."""
+        self.store.set(f"parted-{self.rank}", "")
+        if self.main:
+            with suppress(RuntimeError):
+                others = [f"parted-{rank}" for rank in range(self.size)]
+                self.store.wait(others, PARTING_TIMEOUT)
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -101,11 +112,38 @@ def join() -> World:
 
     Raises UserError when there are more processes here than GPUs.
     """
+    _grow_segments()
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         return World(0, 1, device, HashStore())
     store, rank, size = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
     return World(rank, size, device, store)
+
+
+def meet() -> World:
+    """The nodes of a command as a world, each one rank of it: for a process that runs once a node.
+
+    NODE_RANK, NUM_NODES, MASTER_ADDR and MASTER_PORT say where; without them the node is alone.
+    Nothing is computed in such a world: its device is the CPU.
+    """
+    _grow_segments()
+    size, rank = int(os.environ.get("NUM_NODES") or 1), int(os.environ.get("NODE_RANK") or 0)
+    cpu = torch.device("cpu")
+    if size == 1:
+        return World(0, 1, cpu, HashStore())
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=rank == 0, timeout=COLLECTIVE_TIMEOUT)
+    return World(rank, size, cpu, store)
+
+
+def _grow_segments() -> None:
+    """Let GPU memory be handed out from segments that grow: less of it lies unusable between them.
+
+    Read when the first tensor is made on a GPU; what the user has set stays.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old one
+    if not any(name in os.environ for name in names):
+        os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
 
 
 def _outcome(work: Callable[[], T]) -> T | TunewrightError:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from tunewright.contract.settings import DataSettings
+from tunewright.contract.datasettings import DataSettings
 from tunewright.data.tokenizer import TextTokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[3]

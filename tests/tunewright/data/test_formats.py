@@ -67,7 +67,7 @@ FILES = {
     "rows.parquet": as_parquet(),
     "file.arrow": as_arrow(ipc.new_file),
     "stream.arrow": as_arrow(ipc.new_stream),
-    "lines.jsonl.gz": gzip.compress(LINES),
+    "lines.jsonl.gz": gzip.compress(LINES, mtime=0),
     "list.json.bz2": bz2.compress(json.dumps(ROWS).encode()),
     "table.csv.xz": lzma.compress(as_csv()),
     "lines.jsonl.zst": zstd(LINES),
@@ -162,7 +162,7 @@ def _stream(table):
         ("cut.arrow", as_arrow(ipc.new_file)[:-30], "cut.arrow is not a whole .arrow file"),
         ("cut.arrow", as_arrow(ipc.new_stream)[:-60], "cut.arrow is not a whole .arrow file"),
         ("none.arrow", b"", "none.arrow is not a whole .arrow file"),
-        ("cut.json.gz", gzip.compress(LINES)[:-9], "cut.json.gz is not a whole .gz file"),
+        ("cut.json.gz", gzip.compress(LINES, mtime=0)[:-9], "cut.json.gz is not a whole .gz file"),
         ("not.json.gz", LINES, "not.json.gz is not a whole .gz file: Not a gzipped file"),
         ("not.json.bz2", LINES, "not.json.bz2 is not a whole .bz2 file: Invalid data stream"),
         ("cut.json.bz2", bz2.compress(LINES)[:-9], "cut.json.bz2 is not a whole .bz2 file"),
@@ -225,7 +225,7 @@ def test_a_file_is_never_in_memory_whole(tmp_path, name):
         "a.csv": "text\n" + f"{row['text']}\n" * 16_000,
     }.get(name, f"{line}\n" * 16_000).encode()
     path = tmp_path / name
-    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    path.write_bytes(gzip.compress(content, mtime=0) if name.endswith(".gz") else content)
     del content
     tracemalloc.start()
     try:

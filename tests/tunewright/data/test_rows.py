@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tunewright.contract.datasettings import DatasetSource, DataSettings
 from tunewright.contract.failures import DataError, TunewrightError, UserError
-from tunewright.contract.settings import DatasetSource, DataSettings
 from tunewright.data.examples import Alpaca, BadRow, Chat
 from tunewright.data.hub import HubRows, hub_error
 from tunewright.data.rows import evaluation_sources, read_rows, training_sources
@@ -314,7 +314,7 @@ def offline(tmp_path, code):
 
 
 READ = """
-from tunewright.contract.settings import DatasetSource
+from tunewright.contract.datasettings import DatasetSource
 from tunewright.data.rows import read_rows
 def f(name): return list(read_rows(DatasetSource(name=name)))
 """

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +123,16 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """Run the recipe in this process, as the only rank; returns the events of all attempts."""
-    from tunewright.recipes import fsdp
-
+    """Run a recipe in this process, as the only rank; returns the events of all attempts."""
     for name in os.environ:
         if name.startswith(OURS):
             monkeypatch.delenv(name)
 
-    def run(parameters: Path, output_dir: Path) -> list[dict[str, Any]]:
+    def run(parameters: Path, output_dir: Path, recipe: str = "fsdp") -> list[dict[str, Any]]:
         changed = yaml.safe_load(parameters.read_text()) | {"output_dir": str(output_dir)}
         parameters.write_text(yaml.safe_dump(changed))
         try:
-            fsdp.main([str(parameters)])
+            import_module(f"tunewright.recipes.{recipe}").main([str(parameters)])
         finally:
             # A rank that failed leaves its group alone, since its process ends; this one goes on.
             if dist.is_initialized():
@@ -153,13 +152,18 @@ def losses(events: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
 
 
 def torchrun(
-    parameters: Path, run: Path, processes: int, *options: str, **environment: str
+    parameters: Path,
+    run: Path,
+    processes: int,
+    *options: str,
+    recipe: str = "fsdp",
+    **environment: str,
 ) -> subprocess.Popen[str]:
-    """Start the recipe on `processes` ranks; without options it is the only node."""
+    """Start a recipe on `processes` ranks; without options it is the only node."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     command += options or ("--standalone",)
     return subprocess.Popen(
-        [*command, "-m", "tunewright.recipes.fsdp", str(parameters)],
+        [*command, "-m", f"tunewright.recipes.{recipe}", str(parameters)],
         env=clean_environment(TUNEWRIGHT_RUN_DIR=str(run), **environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -20,12 +20,18 @@ from tunewright.contract import rundir
 from tunewright.contract.failures import DataError, NonFinite, UserError, reported
 from tunewright.contract.rundir import RunDir
 from tunewright.contract.settings import FsdpSettings
-from tunewright.training.model import build, find_base
+from tunewright.training.base import find_base
+from tunewright.training.batches import Loader
+from tunewright.training.model import build
 from tunewright.training.optimizer import adamw
+from tunewright.training.plan import Plan
 from tunewright.training.step import Trainer
+from tunewright.training.timing import Clock
 from tunewright.training.world import World
 
 LLAMA = Path(__file__).parents[2] / "data" / "models" / "llama"
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +65,12 @@ def test_the_start_says_what_runs_and_the_end_what_it_took(straight, store, mode
     assert (start["step"], start["steps"], start["world_size"]) == (0, 12, 1)
     assert start["fast_paths"] == {
         "attention": "sdpa mask",
+        "loss": "chunked",
         "compile": False,
         "precision": "fp32",
         "recomputation": False,
+        "tokens_per_device": 32,
+        "weights_kept_whole": True,
     }
     assert start["global_batch_tokens"] == 256
     assert start["base_model"] == {"name": str(model_folder), "revision": None}
@@ -75,6 +84,9 @@ def test_the_start_says_what_runs_and_the_end_what_it_took(straight, store, mode
     assert end["eval_loss"] == [e for e in straight if e["event"] == "eval"][-1]["loss"]
     assert end["tokens_per_second_per_gpu"] > 0
     assert end["model_tflops_per_gpu"] is None
+    assert 0 < end["ceiling_share"] < 1
+    phases = {"start_up", "warm_up", "data", "forward_backward", "optimizer", "checkpoint"}
+    assert end["seconds_by_phase"].keys() == phases | {"evaluation", "other"}
     assert 0.05 < end["peak_memory_gib"] < 20
     assert {"lr", "grad_norm", "seconds", "supervised_tokens"} <= steps[0].keys()
 
@@ -138,7 +150,15 @@ def test_stdout_has_a_line_for_each_step(here, hyperparameters, tmp_path, capsys
     assert lines[0] == "attempt 1 starts at step 0: no sealed checkpoint"
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == ["2/3", "3/3"]
-    assert all("loss" in line and line.endswith("tokens/s") for line in steps)
+    figures = ("loss", "lr", "grad", "tokens/s", "% of ceiling", "GiB", "left")
+    assert all(figure in line for line in steps for figure in figures)
+    assert any(line.startswith("where time went") for line in lines)
+
+
+def test_steps_are_traced_on_request_and_left_out_of_the_speed(here, hyperparameters, tmp_path):
+    events = here(hyperparameters(max_steps=4, profile_steps="2-2"), tmp_path / "out")
+    assert (tmp_path / "out" / "trace-steps-2-2.json.gz").is_file()
+    assert [e["counts"] for e in events if e["event"] == "step"] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("packs", [2, 4, 8])
@@ -237,18 +257,21 @@ def test_what_is_no_number_does_not_touch_the_weights(store, model_folder):
     settings = FsdpSettings(
         model_name=str(model_folder), dataset_name="unused", init="random", weight_decay=0.1
     )
-    world = World(0, 1, torch.device("cpu"), HashStore())
+    world = World(0, 1, CPU, HashStore())
     with world.group():
         model = build(find_base(settings), settings, world)
-        trainer = Trainer(model, adamw(model.parameters, settings), store.train, world, 1, 1.0)
+        plan = Plan(packs=len(store.train), packs_per_step=2, steps=9, seed=0)
+        loader = Loader(store.train, plan, 1, world, None)
+        trainer = Trainer(model, adamw(model.parameters, settings), loader, Clock(CPU), 1.0)
         broken = model.parameters["model.norm.weight"].detach().to_local()
         torch.nn.init.constant_(broken, math.nan)
         before = {name: p.full_tensor().clone() for name, p in model.parameters.items()}
-        with pytest.raises(NonFinite, match="step 3: loss nan") as stopped:
-            trainer.take(3, [0, 1], rate=0.1)
+        with loader, pytest.raises(NonFinite, match="step 3: loss nan") as stopped:
+            trainer.take(3, rate=0.1)
         after = {name: p.full_tensor() for name, p in model.parameters.items()}
     assert all(torch.equal(before[n], after[n]) or n == "model.norm.weight" for n in before)
-    assert f"Rows {store.train.source_rows(0)[0]}, " in str(stopped.value)
+    first = min(plan.packs_of(3))
+    assert f"Rows {store.train.source_rows(first)[0]}, " in str(stopped.value)
 
 
 def test_a_step_without_labels_changes_nothing(here, hyperparameters, tools, tmp_path, capsys):

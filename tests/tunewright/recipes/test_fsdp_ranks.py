@@ -28,7 +28,7 @@ def two_ranks(long_parameters, tmp_path_factory, tools):
     """The run of one node with two processes, from start to end."""
     run = RunDir(tmp_path_factory.mktemp("two") / "run")
     process = tools.torchrun(long_parameters, run.root, 2)
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=500)
     assert process.returncode == 0, said
     return run, said
 
@@ -56,7 +56,7 @@ def test_two_nodes_of_two_processes_give_the_losses_of_two(
         tools.torchrun(long_parameters, run.root, 2, *where, f"--node-rank={node}")
         for node in (0, 1)
     ]
-    said = [node.communicate(timeout=200)[0] for node in nodes]
+    said = [node.communicate(timeout=500)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     events = tools.read_events(run.events(1))
     assert events[0]["world_size"] == 4
@@ -78,7 +78,7 @@ def test_a_killed_run_goes_on_to_the_same_losses(two_ranks, long_parameters, tmp
     step, path = rundir.sealed_checkpoints(run.checkpoints)[-1]
 
     again = tools.torchrun(long_parameters, run.root, 2, TUNEWRIGHT_ATTEMPT="2")
-    said, _ = again.communicate(timeout=200)
+    said, _ = again.communicate(timeout=500)
     assert again.returncode == 0, said
     assert f"attempt 2 resumes from step {step} ({path})" in said
     straight = tools.read_events(two_ranks[0].events(1))
@@ -108,7 +108,7 @@ def test_all_ranks_stop_together_and_leave_the_reason(hyperparameters, tmp_path,
     process = tools.torchrun(
         wild, tmp_path / "run", 2, "--standalone", TUNEWRIGHT_FAILURE_DIR=str(failures)
     )
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=500)
     assert process.returncode != 0
     assert time.monotonic() - begun < 60
     found = [json.loads(path.read_text()) for path in failures.iterdir()]

@@ -46,6 +46,16 @@ def test_unsealed_leftovers_before_the_newest_go_and_later_ones_stay(run):
     assert left(run) == ["step-00000010", "step-00000015"]
 
 
+def test_what_is_not_ours_stays(run):
+    write(run, 5)
+    (run.checkpoints / "step-0000-mine").mkdir()
+    (run.checkpoints / "step-00000003").write_text("a file")
+    for step in (10, 15):
+        write(run, step)
+    prune(run.checkpoints, keep=1)
+    assert left(run) == ["step-0000-mine", "step-00000003", "step-00000015"]
+
+
 def test_without_a_sealed_one_nothing_is_removed(run):
     write(run, 5, sealed=False)
     prune(run.checkpoints, keep=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from tunewright.contract.failures import UserError
+from tunewright.training import attention, weights
 from tunewright.training.attention import described
-from tunewright.training.batches import to_batch
-from tunewright.training.model import build, decoder_layers, find_base, inference
+from tunewright.training.base import find_base
+from tunewright.training.batches import Shape, to_batch
+from tunewright.training.model import build, decoder_layers, inference, keep_whole, only
 from tunewright.training.step import loss_sum
+from tunewright.training.timing import compiled_graphs
 
-CPU = torch.device("cpu")
 ARCHITECTURES = {
     "llama": {},
     "llama-tied": {"tie_word_embeddings": True},
@@ -64,7 +67,7 @@ def one_by_one(twin, packs) -> torch.Tensor:
 
 
 # Phi adds a bias to its logits, which are then a view; nothing here writes into them.
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPPhi")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDP")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_rows_give_the_loss_and_gradients_of_single_documents(
     name, alone, model_folder, settings, packs
@@ -76,7 +79,7 @@ def test_packed_rows_give_the_loss_and_gradients_of_single_documents(
     assert all(isinstance(p, DTensor) for p in model.parameters.values())
     assert described(model.module).endswith(" mask")
 
-    packed, separate = loss_sum(model, to_batch(packs, CPU)), one_by_one(twin, packs)
+    packed, separate = loss_sum(model, to_batch(packs)), one_by_one(twin, packs)
     packed.backward()
     separate.backward()
 
@@ -92,17 +95,93 @@ def test_recomputation_changes_neither_loss_nor_gradient(alone, model_folder, se
     for recompute in (False, True):
         chosen = settings(model_name=str(model_folder()), gradient_checkpointing=recompute)
         model = build(find_base(chosen), chosen, alone)
-        loss = loss_sum(model, to_batch(packs, CPU))
+        loss = loss_sum(model, to_batch(packs))
         loss.backward()
         found.append([loss.detach(), *(whole(p.grad) for p in model.parameters.values())])
     assert decoder_layers(model.module)[0].gradient_checkpointing
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def results(model, batches):
+    """Loss and gradients of micro-batches, as a step gathers them."""
+    losses = []
+    for place, batch in enumerate(batches):
+        model.accumulate(last=place == len(batches) - 1)
+        losses.append(loss_sum(model, batch))
+        losses[-1].backward()
+    return [sum(losses).detach(), *(whole(p.grad) for p in model.parameters.values())]
+
+
+def test_weights_kept_whole_in_a_step_change_nothing(alone, model_folder, settings, packs):
+    found = []
+    for keep in (False, True):
+        chosen = settings(model_name=str(model_folder()))
+        model = build(find_base(chosen), chosen, alone)
+        model = keep_whole(model) if keep else model
+        found.append(results(model, [to_batch([pack]) for pack in packs]))
+        # Between steps they are shards again, so that the optimizer changes what counts.
+        assert all(isinstance(p, DTensor) for p in model.module.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_layers_and_padding_give_the_same_loss_and_gradients(
+    recompute, alone, model_folder, settings, packs
+):
+    found = []
+    for compiled in (False, True):
+        chosen = settings(
+            model_name=str(model_folder()), compile=compiled, gradient_checkpointing=recompute
+        )
+        model = build(find_base(chosen), chosen, alone)
+        shape = Shape(tokens=40, longest=16) if compiled else None
+        before = compiled_graphs()
+        found.append(results(model, [to_batch([pack], shape) for pack in packs]))
+        # It did run as one program, FSDP or not.
+        assert (compiled_graphs() > before) == compiled
+    for ours, plain in zip(*found, strict=True):
+        assert (ours - plain).norm() <= 2e-6 * plain.norm()
+
+
+@pytest.mark.parametrize("rows", ["own", "handed out", "whole"])
+def test_weights_come_the_same_way_whoever_reads_them(
+    rows, alone, model_folder, settings, tmp_path, monkeypatch
+):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder()))
+    theirs.save_pretrained(tmp_path / "weights", max_shard_size="20KB")
+    if rows == "handed out":
+        monkeypatch.setattr(weights, "_sees_the_same", lambda *_: False)
+    elif rows == "whole":
+        monkeypatch.setattr(weights, "_fits", lambda *_: None)
+    chosen = settings(model_name=str(tmp_path / "weights"), init="pretrained")
+    ours = build(find_base(chosen), chosen, alone)
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(whole(ours.parameters[name].detach()), parameter)
+
+
+def test_a_torn_weight_file_is_named(alone, model_folder, settings, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path / "weights"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder())).save_pretrained(
+        folder
+    )
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    chosen = settings(model_name=str(folder), init="pretrained")
+    with pytest.raises(UserError, match=r"weights cannot be loaded: "):
+        build(find_base(chosen), chosen, alone)
+
+
 def test_a_batch_without_labels_gives_zero_gradients(alone, model_folder, settings, packs):
     chosen = settings(model_name=str(model_folder()))
     model = build(find_base(chosen), chosen, alone)
-    batch = to_batch([pack._replace(supervised=pack.supervised & False) for pack in packs], CPU)
+    batch = to_batch([pack._replace(supervised=pack.supervised & False) for pack in packs])
     loss = loss_sum(model, batch)
     loss.backward()
     assert loss.item() == 0
@@ -134,7 +213,7 @@ def test_after_inference_parameters_are_shards_again(alone, model_folder, settin
     chosen = settings(model_name=str(model_folder()))
     model = build(find_base(chosen), chosen, alone)
     with inference(model):
-        loss_sum(model, to_batch(packs, CPU))
+        loss_sum(model, to_batch(packs))
     assert all(isinstance(p, DTensor) for p in model.module.parameters())
 
 
@@ -197,3 +276,22 @@ def test_a_vocabulary_larger_than_the_embeddings_is_refused(alone, model_folder,
     model.require_vocabulary(64)
     with pytest.raises(UserError, match="ids up to 64, but the model has 64 embeddings"):
         model.require_vocabulary(65)
+
+
+def test_codes_that_need_a_scale_are_not_taken_for_weights(model_folder, tmp_path):
+    from safetensors.torch import save_file
+
+    shapes = {"a.weight": (2, 2)}
+    codes = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    save_file({"a.weight": codes, "a.weight_scale": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert weights._fits(tmp_path, shapes, "it") is None
+    save_file({"a.weight": torch.ones(2, 2).bfloat16()}, tmp_path / "model.safetensors")
+    assert weights._fits(tmp_path, shapes, "it") is not None
+
+
+def test_layers_that_give_tuples_can_be_left_out(alone, model_folder, settings):
+    folder = model_folder("falcon", new_decoder_architecture=True, num_kv_heads=2)
+    chosen = settings(model_name=str(folder))
+    model = build(find_base(chosen), chosen, alone)
+    with inference(model), only(model.module, [0]):
+        assert attention.probe(model.module, alone.device).shape == (1, 16, 64)
