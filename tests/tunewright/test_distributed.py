@@ -259,6 +259,8 @@ def test_nothing_outlives_the_caller(ending: str, tmp_path: Path) -> None:
         start_new_session=True,
         # A killed caller cannot clear its folder away.
         env={**os.environ, "TMPDIR": str(tmp_path)},
+        # Tests started in the background of a shell inherit an ignored Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with caller:
         assert caller.stdin is not None
