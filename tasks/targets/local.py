@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 from tasks.targets.guardian import Node, Say, marked, start_all, watch
 from tasks.targets.job import Ending, Job, ending_of
 from tunewright.contract.environment import has_interface, may_pass
 from tunewright.contract.failures import DEADLINE_VARIABLE, GRACE_VARIABLE, UserError
+from tunewright.contract.gpus import visible_gpus
 from tunewright.contract.processes import GRACE_S
 from tunewright.contract.rundir import home
 from tunewright.contract.workload import Workload
@@ -60,22 +58,6 @@ def _simulated(workload: Workload, procs: int, gpus: tuple[str, ...]) -> Placeme
     asked = f"{workload.nodes} x {workload.compute.gpus_per_node}"
     note = f"simulating {asked} {workload.compute.accelerator_type} by {workload.nodes} x {procs}"
     return Placement(workload.nodes, procs, gpus, f"{note} processes on {device}")
-
-
-def visible_gpus() -> list[str]:
-    """This machine's NVIDIA GPUs, within CUDA_VISIBLE_DEVICES; found without torch."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        named = [name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
-        # CUDA's own rule: -1 and what follows it are not seen.
-        return [name for name in takewhile(lambda n: not n.startswith("-"), named) if name]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except subprocess.TimeoutExpired:
-        return []
-    return found.stdout.split() if found.returncode == 0 else []
 
 
 def run(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
-from itertools import takewhile
 
 from tunewright.contract.failures import UserError
+from tunewright.contract.gpus import asked_driver, visible_gpus
 
 SIMULATE = "TUNEWRIGHT_SIMULATE"
 
@@ -64,34 +62,13 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{plural if count > 1 else ''}"
 
 
-def visible_gpus() -> list[str]:
-    """This machine's NVIDIA GPUs, within CUDA_VISIBLE_DEVICES; found without torch."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        named = [name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
-        # CUDA's own rule: -1 and what follows it are not seen.
-        return [name for name in takewhile(lambda n: not n.startswith("-"), named) if name]
-    return _asked_driver("index")
-
-
 def _other_kind(kind: str | None) -> str | None:
     """A note when the GPUs here are of another model than the one asked for."""
     if kind is None:
         return None
     model = kind.rpartition("x")[2] if kind.startswith("GPU_") else kind
-    here = sorted(set(_asked_driver("name")))
+    here = sorted(set(asked_driver("name")))
     words = {word.upper() for name in here for word in re.split(r"\W+", name)}
     if not here or model.upper() in words:
         return None
     return f"{model} was asked for; the GPUs of this machine are {', '.join(here)}"
-
-
-def _asked_driver(field: str) -> list[str]:
-    """One property of every GPU, by nvidia-smi; nothing without a driver that answers."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except subprocess.TimeoutExpired:
-        return []
-    return found.stdout.splitlines() if found.returncode == 0 else []

@@ -25,12 +25,11 @@ the weight's gradient more often."""
 class LossHead:
     """Lets a model's head return the summed loss of `targets`, inside of `of(places, targets)`.
 
-    Outside of it, or with `fused` set to False, the head is as transformers made it. The head stays
+    Outside of it, the head is as transformers made it. The head stays
     the module it was, so names, tied weights and FSDP's hooks stay what they are.
     """
 
     def __init__(self, head: nn.Linear, compiled: bool) -> None:
-        self.fused = True
         self._wanted: tuple[torch.Tensor, torch.Tensor] | None = None
         self._gradient = _compiled_gradient() if compiled else _gradient
         plain = head.forward
@@ -46,10 +45,10 @@ class LossHead:
 
     @contextmanager
     def of(self, places: torch.Tensor, targets: torch.Tensor) -> Iterator[bool]:
-        """Places whose next tokens are the targets. Yields whether the head makes the loss."""
-        self._wanted = (places, targets) if self.fused else None
+        """Places whose next tokens are the targets. Yields that the head makes the loss."""
+        self._wanted = (places, targets)
         try:
-            yield self.fused
+            yield True
         finally:
             self._wanted = None
 

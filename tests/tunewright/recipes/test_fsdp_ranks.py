@@ -8,9 +8,9 @@ import signal
 import socket
 import time
 
-import psutil
 import pytest
 
+from tests.tunewright.recipes.watching import await_event, worker
 from tunewright.contract import rundir
 from tunewright.contract.rundir import RunDir
 
@@ -114,17 +114,3 @@ def test_all_ranks_stop_together_and_leave_the_reason(hyperparameters, tmp_path,
     found = [json.loads(path.read_text()) for path in failures.iterdir()]
     assert {failure["class"] for failure in found} == {"nonfinite"}
     assert "stopped before the weights changed" in said
-
-
-def await_event(path, kind, process):
-    end = time.monotonic() + 90
-    while time.monotonic() < end and process.poll() is None:
-        if path.exists() and f'"event": "{kind}"' in path.read_text():
-            return
-        time.sleep(0.01)
-    pytest.fail(f"no {kind} event: {process.communicate()[0]}")
-
-
-def worker(agent: int, rank: int) -> psutil.Process:
-    children = psutil.Process(agent).children(recursive=True)
-    return next(p for p in children if p.environ().get("RANK") == str(rank))

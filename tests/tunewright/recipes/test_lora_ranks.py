@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.tunewright.recipes.watching import await_event, worker
 from tunewright.contract import rundir
 from tunewright.contract.rundir import RunDir
 
@@ -82,17 +81,3 @@ def test_a_sharded_run_goes_on_whole_on_one_process(two_ranks, here, parameters,
     resumed = here(parameters("ddp"), one.root, "lora")
     pairs = zip(tools.losses(resumed), tools.losses(events)[8:], strict=True)
     assert all(one == pytest.approx(two, rel=1e-4) for one, two in pairs)
-
-
-def await_event(path, kind, process):
-    end = time.monotonic() + 90
-    while time.monotonic() < end and process.poll() is None:
-        if path.exists() and f'"event": "{kind}"' in path.read_text():
-            return
-        time.sleep(0.01)
-    pytest.fail(f"no {kind} event: {process.communicate()[0]}")
-
-
-def worker(agent: int, rank: int) -> psutil.Process:
-    children = psutil.Process(agent).children(recursive=True)
-    return next(p for p in children if p.environ().get("RANK") == str(rank))
