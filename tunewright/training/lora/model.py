@@ -15,7 +15,7 @@ from torch import nn
 from tunewright.contract.settings import LoraSettings
 from tunewright.training import attention, weights
 from tunewright.training.base import BaseModel, read_config
-from tunewright.training.lora import adapters
+from tunewright.training.lora import adapters, experts
 from tunewright.training.model import (
     ShardedModel,
     compute_dtype,
@@ -41,11 +41,13 @@ class AdaptedModel(ShardedModel):
     """A model of which only the adapters train; `parameters` are these, by PEFT's names, fp32.
 
     The frozen weights are stored in `dtype`. peft: PEFT's own view of the same model. sharded: by
-    FSDP, frozen weights and adapters alike; else both are whole on every rank.
+    FSDP, frozen weights and adapters alike; else both are whole on every rank. grouped: experts
+    with adapters never make their adapted weights.
     """
 
     peft: Any = None
     sharded: bool = True
+    grouped: bool = False
 
     @property
     def count(self) -> int:
@@ -110,23 +112,25 @@ def build(base: BaseModel, settings: LoraSettings, world: World, *, random: bool
     fill = _make_random if random else _load
     fill(module, base, settings, dtype, sharded, world)
     adapters.begin(module, settings.seed, world)
+    grouped = not settings.plain and experts.attach(module, adapters.NAME)
     if not sharded and dtype != torch.float32:
         # FSDP computes in `dtype` by itself; whole models need telling, their adapters are fp32.
         module.forward = torch.autocast(world.device.type, dtype)(module.forward)
     on_gpu = world.device.type == "cuda"
     # PEFT puts the adapters of experts in place anew in each call, which no compiler follows.
-    compiled = settings.compiles(on_gpu) and not adapters.has_experts(module)
+    followed = grouped or not adapters.has_experts(module)
     model = AdaptedModel(
         module.train(),
         dict(adapters.adapter_parameters(module)),
         tied,
         dtype,
         "bf16" if dtype == torch.bfloat16 else "fp32",
-        compiled,
+        settings.compiles(on_gpu) and followed,
         None,
         whole=not sharded,
         peft=peft,
         sharded=sharded,
+        grouped=grouped,
     )
     return ready(model, settings, world.device)
 
