@@ -259,6 +259,7 @@ def recipe_figures(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         "start_up_seconds": start["seconds"],
         "to_third_step_seconds": taken[0]["time"] - start["time"],
         "peak_memory_gib": taken[-1]["memory_gib"],
+        "adapter_parameters": start.get("adapter_parameters"),
         "phases": phases,
         "paths": start["fast_paths"],
         "memory": start["memory"],
@@ -346,7 +347,7 @@ def table(found: dict[str, Any]) -> Iterator[str]:
     for name, value in found["figures"].items():
         target = found["targets"].get(name)
         wanted = "" if target is None else f"   (at least {target:,})"
-        yield f"  {name:34} {value:>20,.4g}{wanted}"
+        yield f"  {name:44} {value:>12,.4g}{wanted}"
     for case, phases in found["seconds_by_phase"].items():
         yield f"  {case}: " + ", ".join(f"{name} {s * 1000:,.0f} ms" for name, s in phases.items())
     for case, paths in found["fast_paths"].items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -20,6 +21,9 @@ import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+# With more GPUs in sight Trainer would spread the row over them by itself.
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 import numpy as np
 import torch
@@ -95,10 +99,11 @@ def main(folder: str, tokens: str, steps: int, result: str) -> None:
     paths = {
         "attention": model.config._attn_implementation,
         "experts": getattr(model.config, "_experts_implementation", None),
-        "adapter_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "types": sorted({str(p.dtype) for p in model.parameters()}),
     }
-    Path(result).write_text(json.dumps({**meter.figures(), "paths": paths}))
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found = {**meter.figures(), "adapter_parameters": adapters, "paths": paths}
+    Path(result).write_text(json.dumps(found))
 
 
 def adapted(folder: str) -> Any:
