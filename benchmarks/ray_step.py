@@ -68,6 +68,9 @@ class Bench(Runner):
     def document(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         targets = {"recipe_over_script": 6.0} if self.gpus in (1, 2) else {}
         more = ratio(found, "recipe_over_script", "recipe", "script")
+        as_is = found.get("script", {}).get("tokens_per_second_as_is")
+        if more and as_is:
+            more["recipe_over_script_as_is"] = found["recipe"]["tokens_per_second"] / as_is
         return document("ray_step", self, found, more, targets, ("ray",))
 
 
