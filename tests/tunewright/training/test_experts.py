@@ -105,15 +105,17 @@ def test_no_tensor_of_the_stacks_size_is_made():
     assert made(ours) < size <= made(theirs)
 
 
-def test_a_compiler_follows_it():
-    ours, theirs = (wrapper.to(torch.bfloat16) for wrapper in built("gpt_oss"))
-    expected = results(theirs, torch.bfloat16)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_compiler_follows_it_in_one_piece():
+    """Grouped products compile in 16 bits alone; on CPUs a build of it takes a minute."""
+    on_gpu = torch.cuda.is_available()
+    ours, theirs = (wrapper.to("cuda" if on_gpu else "cpu") for wrapper in built("gpt_oss"))
+    expected = results(theirs)
     torch._dynamo.reset()
-    compiled = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
-    hidden, chosen, shares = inputs(torch.bfloat16)
-    torch.testing.assert_close(
-        compiled(hidden, chosen, shares), expected["output"], rtol=0.05, atol=0.5
+    ours.to(torch.bfloat16).forward = torch.compile(
+        ours.forward, fullgraph=True, backend="inductor" if on_gpu else "aot_eager"
     )
+    assert_near(results(ours, torch.bfloat16), expected)
 
 
 def test_a_torch_without_grouped_products_keeps_pefts_way(monkeypatch):
@@ -124,13 +126,17 @@ def test_a_torch_without_grouped_products_keeps_pefts_way(monkeypatch):
     assert theirs.forward == forward
 
 
+def assert_near(found, expected):
+    """As near as 16 bits allow."""
+    for name, value in expected.items():
+        apart = (found[name].float() - value).norm() / value.norm()
+        assert apart < 0.03, (name, apart)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("rank", [8, 3])
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_gpus_products_are_those_of_peft(kind, rank):
     ours, theirs = (wrapper.cuda() for wrapper in built(kind, rank))
     expected = results(theirs)
-    found = results(ours.to(torch.bfloat16), torch.bfloat16)
-    for name, value in expected.items():
-        apart = (found[name].float() - value).norm() / value.norm()
-        assert apart < 0.03, (name, apart)
+    assert_near(results(ours.to(torch.bfloat16), torch.bfloat16), expected)

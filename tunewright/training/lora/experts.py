@@ -114,7 +114,22 @@ def factors(wrapper: ParamWrapper, adapter: str) -> tuple[torch.Tensor, torch.Te
     if stored_as_multiplied == wrapper._did_swap_in_out_features:
         # PEFT took the stack's dimensions the other way round: A is at the layer's end then.
         a, b = b.transpose(-2, -1), a.transpose(-2, -1)
-    return a.transpose(-2, -1), b.transpose(-2, -1).contiguous()
+    return a.transpose(-2, -1), _copied(b.transpose(-2, -1))
+
+
+@torch.library.custom_op("tunewright::copied", mutates_args=())
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, also in compiled code: a compiler leaves a plain one out, and the grouped
+    product refuses the strides of a permuted tensor."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@_copied.register_fake
+def _(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+_copied.register_autograd(lambda _, grad: grad)
 
 
 def _outermost(module: nn.Module) -> Iterator[ParamWrapper]:

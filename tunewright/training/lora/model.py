@@ -20,6 +20,7 @@ from tunewright.training.model import (
     ShardedModel,
     compute_dtype,
     decoder_layers,
+    gather_singly,
     mesh_of,
     ready,
     shard_outer,
@@ -31,7 +32,8 @@ from tunewright.training.plan import seed_of
 from tunewright.training.world import World
 
 _OF_DEVICE = 0.5
-"""Of a device's memory that whole frozen weights and the adapters' states may take."""
+"""Of a device's memory that whole frozen weights and the adapters' states may take; and that shards
+may take before their layers are gathered one at a time."""
 _ADAPTER_BYTES = 16
 """Of each adapter's number: fp32, with its gradient and AdamW's two moments."""
 
@@ -132,6 +134,8 @@ def build(base: BaseModel, settings: LoraSettings, world: World, *, random: bool
         sharded=sharded,
         grouped=grouped,
     )
+    if sharded and _frozen_bytes(module, dtype) / world.size > _OF_DEVICE * _memory(world.device):
+        gather_singly(model)
     return ready(model, settings, world.device)
 
 
@@ -139,10 +143,13 @@ def is_sharded(settings: LoraSettings, module: nn.Module, dtype: torch.dtype, wo
     """Whether the model is to be sharded: as set, or where it takes too much of some device."""
     if settings.sharding != "auto":
         return settings.sharding == "fsdp"
-    frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    needed = frozen * dtype.itemsize + trained * _ADAPTER_BYTES
+    needed = _frozen_bytes(module, dtype) + trained * _ADAPTER_BYTES
     return not all(world.gathered(needed <= _OF_DEVICE * _memory(world.device)))
+
+
+def _frozen_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    return dtype.itemsize * sum(p.numel() for p in module.parameters() if not p.requires_grad)
 
 
 def _memory(device: torch.device) -> float:
