@@ -216,7 +216,7 @@ def end(process: subprocess.Popen[str]) -> None:
     below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=60)
+        process.communicate(timeout=15)
     process.kill()
     for left in below:
         with suppress(psutil.NoSuchProcess):
