@@ -14,6 +14,7 @@ from tasks import ui
 from tasks.nouns import Secrets
 from tasks.policy import told
 from tasks.run import Run
+from tasks.targets import is_platform
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.scrub import SHORTEST, Scrubber
 
@@ -22,13 +23,28 @@ from tunewright.contract.scrub import SHORTEST, Scrubber
 @told
 def resolve_secret(run: Run) -> Secrets:
     """Look up every secret that the workload names; values stay in memory."""
-    secrets = look_up(run.workload.secrets)
+    known = is_platform(run.options.target)
+    secrets = known_here(run) if known else look_up(run.workload.secrets)
     run.scrubber = Scrubber(secrets.values)
     for name in sorted(secrets.values):
         short = len(secrets.values[name]) < SHORTEST
         hint = ", too short to be masked in output" if short else ""
         ui.say(f"secret {name} from {run.workload.secrets[name]}: found{hint}")
     return secrets
+
+
+def known_here(run: Run) -> Secrets:
+    """The values that this machine knows, for pre-tokenizing and for masking: maybe none.
+
+    The platform gives the command its secrets; here is only checked that they exist there.
+    """
+    run.target.require_secrets(run.workload.secrets)
+    found = {}
+    for name, reference in run.workload.secrets.items():
+        ui.say(f"secret {name} from {reference}: the platform has it")
+        if value := os.environ.get(name) or _from_block(block_name(reference)):
+            found[name] = value
+    return Secrets(found)
 
 
 def look_up(references: dict[str, str]) -> Secrets:
