@@ -17,7 +17,6 @@ from tasks.run import Cancelled, Run, TimedOut
 from tasks.targets import is_platform
 from tasks.targets.job import Ending, Job
 from tunewright.contract.failures import TunewrightError, UserError
-from tunewright.contract.mirror import values_on_volume
 from tunewright.contract.progress import trained_percent
 from tunewright.contract.rundir import write_text
 
@@ -44,7 +43,7 @@ def launch(run: Run, tokens: Tokens, secrets: Secrets) -> Shards:
         return Shards(run.dir)
     parameters = hyperparameters.of_run(run, tokens.path)
     if is_platform(run.options.target):
-        parameters = values_on_volume(parameters)
+        parameters = run.target.parameters_of(run.workload, parameters)
     write_text(run.dir.hyperparameters, yaml.safe_dump(parameters, sort_keys=False))
     job = job_of(run, _number(run))
     attempts.begin(run.dir, job.attempt)

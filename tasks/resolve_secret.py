@@ -38,7 +38,7 @@ def known_here(run: Run) -> Secrets:
 
     The platform gives the command its secrets; here is only checked that they exist there.
     """
-    run.target.require_secrets(run.workload.secrets)
+    run.target.require(run.workload)
     found = {}
     for name, reference in run.workload.secrets.items():
         ui.say(f"secret {name} from {reference}: the platform has it")

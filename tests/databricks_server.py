@@ -16,6 +16,7 @@ What a test uses:
 - `rules` (same file): limits, delays, how a failing command shows, how nodes are run.
 - `fault(pattern, kind, times=1, after=0, seconds=1)` disturbs requests whose path, or
   `METHOD path`, matches the shell pattern: the first `after` pass, the next `times` are hit.
+  `origin` limits it as in `calls`; `then` is called before a connection ends.
   Kinds: `429` (with Retry-After of `seconds`), `500`, `503`, `403`, `404`, `slow` (by `seconds`),
   `cut` (the connection ends before anything is done), `lost` (it is done, the answer never comes),
   `torn` (half of the answer's body comes). `clear_faults()` ends them all.
@@ -59,6 +60,7 @@ from __future__ import annotations
 import fnmatch
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -170,13 +172,14 @@ class DatabricksServer:
         return most
 
     def fault(
-        self, pattern: str, kind: str, times: int = 1, after: int = 0, seconds: float = 1.0
-    ) -> None:
+        self, pattern: str, kind: str, times: int = 1, after: int = 0, seconds: float = 1.0,
+        origin: str | None = None, then: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """Disturb requests; see the module. The first fault that matches a request hits it."""
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
         with self._wire.lock:
-            self._wire.faults.append(Fault(pattern, kind, times, after, seconds))
+            self._wire.faults.append(Fault(pattern, kind, times, after, seconds, origin, then))
 
     def clear_faults(self) -> None:
         with self._wire.lock:

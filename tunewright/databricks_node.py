@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--secret", action="append", default=[], help="a variable to mask")
     given = parser.parse_args(argv)
     run, attempt, rank = _whose()
+    _patiently(lambda: run.root.mkdir(parents=True, exist_ok=True))
     scratch = Path(tempfile.mkdtemp(prefix="tunewright-node-"))
     try:
         node = _specification(scratch, rank, given.limit_s, given.secret)

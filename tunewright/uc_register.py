@@ -35,7 +35,8 @@ REGISTRY = "databricks-uc"
 RUN_TAG = "tunewright.run"
 READY_S = 3600
 """How long a version may take to become READY: large models take many minutes."""
-_STALE_S = 60.0
+_STALE_S = 30.0
+"""How long a version that an earlier start made is waited for before it is made again."""
 _CHAT, _COMPLETIONS = "llm/v1/chat", "llm/v1/completions"
 _WEIGHTS = "model"
 _MLFLOWS = ("requirements.txt", "conda.yaml", "python_env.yaml", "components")
@@ -72,7 +73,9 @@ def register(
     client = MlflowClient(registry_uri=REGISTRY)
     with mlflow_store.explained():
         _ensure_model(client, name)
-        version, task = _version_of(client, name, run), _task(model)
+        known = _numbers(client, name)
+        version, task = _version_of(client, name, run, known), _task(model)
+        is_new = version is None
         if version is None:
             all_tags = {key: str(value) for key, value in (tags or {}).items()} | {RUN_TAG: run}
             with _as_mlflow_model(model, task) as folder:
@@ -86,6 +89,8 @@ def register(
                     local_model_path=str(folder),
                 )
         _await_ready(client, name, version.version, ready_s)
+        if is_new:
+            _take_away_twins(client, name, run, version.version, known)
         if alias:
             client.set_registered_model_alias(name, alias, version.version)
     _say(f"{name} version {version.version} is ready")
@@ -109,10 +114,12 @@ def _ensure_model(client: MlflowClient, name: str) -> None:
                 raise error from None
 
 
-def _version_of(client: MlflowClient, name: str, run: str) -> ModelVersion | None:
+def _version_of(
+    client: MlflowClient, name: str, run: str, numbers: set[int]
+) -> ModelVersion | None:
     """This run's version, READY or on its way; what a torn start left is deleted."""
     found = None
-    for version in _versions(client, name, run):
+    for version in _of_run(client, name, run, numbers):
         if version.status == "READY" or _becomes_ready(client, name, version.version, _STALE_S):
             found = found or version
         else:
@@ -121,14 +128,29 @@ def _version_of(client: MlflowClient, name: str, run: str) -> ModelVersion | Non
     return found
 
 
-def _versions(client: MlflowClient, name: str, run: str) -> Iterator[ModelVersion]:
-    """Versions with the run's tag, oldest first. A search tells no tags, so each is asked for."""
-    token, numbers = None, []
+def _take_away_twins(
+    client: MlflowClient, name: str, run: str, ours: str, before: set[int]
+) -> None:
+    """Delete what else was made for this run meanwhile: MLflow asks again when an answer is lost,
+    and the version of that answer has no files.
+    """
+    for version in _of_run(client, name, run, _numbers(client, name) - before):
+        if int(version.version) != int(ours):
+            client.delete_model_version(name, version.version)
+
+
+def _numbers(client: MlflowClient, name: str) -> set[int]:
+    """The numbers of all versions of a model."""
+    token, numbers = None, set()
     while True:
         page = client.search_model_versions(f"name='{name}'", max_results=100, page_token=token)
-        numbers += [int(version.version) for version in page]
+        numbers |= {int(version.version) for version in page}
         if not (token := page.token):
-            break
+            return numbers
+
+
+def _of_run(client: MlflowClient, name: str, run: str, numbers: set[int]) -> Iterator[ModelVersion]:
+    """Those with the run's tag, oldest first. A search tells no tags, so each is asked for."""
     for number in sorted(numbers):
         version = client.get_model_version(name, str(number))
         if version.tags.get(RUN_TAG) == run:

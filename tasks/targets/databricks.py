@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from tasks.targets import databricks_access as access
 from tasks.targets import databricks_check, databricks_inputs
 from tasks.targets import databricks_code as code
 from tasks.targets import databricks_files as files
@@ -29,7 +30,7 @@ from tasks.targets.databricks_watch import Watch
 from tasks.targets.guardian import Say
 from tasks.targets.job import Ending, Job
 from tunewright.contract.failures import TunewrightError, UserError
-from tunewright.contract.mirror import is_mirrored, on_volume
+from tunewright.contract.mirror import is_mirrored, on_volume, values_on_volume
 from tunewright.contract.processes import GRACE_S
 from tunewright.contract.rundir import RunDir, home, needs_staging, read_json, write_json
 from tunewright.contract.scrub import Scrubber
@@ -71,11 +72,12 @@ def place(workload: Workload, *, simulate: bool, procs_per_node: int | None) -> 
     model = workload.parameters.get("model_name")
     if workload.recipe and isinstance(model, str) and model.startswith("/"):
         _refuse_local(model)
-    if workload.usage_policy_name:
+    if workload.recipe == "lora" and workload.parameters.get("merge") is False:
         raise UserError(
-            f"usage_policy_name {workload.usage_policy_name!r}: a workspace offers no way to look "
-            "a policy up by its name; give its id as usage_policy_id"
+            "parameters.merge is false; on databricks adapters are always added to their base "
+            "model, since a version in Unity Catalog is served by itself; remove the line"
         )
+    access.check_levels(workload)
     return Placement(workload.nodes, workload.compute.gpus_per_node, workload)
 
 
@@ -100,10 +102,12 @@ def look(workload: Workload, register_as: str | None) -> dict[str, Any]:
     return databricks_check.look(workload, register_as)
 
 
-def require_secrets(secrets: Mapping[str, str]) -> None:
-    """Raise UserError that names every secret which the workspace does not have."""
-    if secrets:
-        databricks_check.require_secrets(connect(), secrets)
+def require(workload: Workload) -> None:
+    """Raise UserError for a usage policy that is not found, and for secrets that are not there."""
+    if workload.usage_policy_name or workload.secrets:
+        workspace = connect()
+        access.with_policy(workspace, workload)
+        databricks_check.require_secrets(workspace, workload.secrets)
 
 
 def bring_inputs(workload: Workload, say: Callable[[str], None]) -> None:
@@ -125,6 +129,8 @@ def notes_of(workload: Workload) -> list[str]:
             "docker_image: tag_policy and credentials are not sent, since how the platform takes "
             "them is not documented"
         )
+    if workload.recipe == "lora":
+        found.append("merge: the adapters are added to the base model before it is registered")
     if workload.compute.pool_id:
         found.append("compute.pool_id is sent as it is; whether the platform reads it is not known")
     return found
@@ -138,11 +144,21 @@ def dry_requests(job: Job, workload: Workload) -> list[dict[str, Any]]:
     return [r.document() for r in requests(job, workload, found, built, snapshot, given)]
 
 
+def parameters_of(workload: Workload, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A command's parameters as the nodes of the platform need them.
+
+    Paths are those of the volumes. Adapters are added to their base model in the end: what is
+    registered in Unity Catalog is served by itself.
+    """
+    found = values_on_volume(dict(given))
+    return {**found, "merge": True} if workload.recipe == "lora" else found
+
+
 def _dry_parameters(job: Job, workload: Workload) -> str:
     """The parameters as the command would read them; the tokens' fingerprint apart."""
     settings = workload.settings
     given = settings.model_dump(exclude_none=True) if settings else workload.parameters
-    found = {**given, "output_dir": on_volume(job.run.model)}
+    found = {**parameters_of(workload, given), "output_dir": on_volume(job.run.model)}
     if settings:
         found["tokens_path"] = on_volume(job.run.root.parent / "tokens" / "<fingerprint>")
     return str(yaml.safe_dump(found, sort_keys=False))
@@ -164,7 +180,8 @@ def run(
     open, when whether a job was made is not known.
     """
     workspace = connect()
-    job_run = submitted(workspace, job, placement.workload, lambda line: say(0, line))
+    workload = access.with_policy(workspace, placement.workload)
+    job_run = submitted(workspace, job, workload, lambda line: say(0, line))
     logs = {node: NodeLog(node, _followed(job, node), secrets, say) for node in range(job.nodes)}
     watch = Watch(
         workspace,
@@ -174,6 +191,9 @@ def run(
         say=lambda line: say(0, line),
         cancelled=cancelled,
         deadline_s=job.deadline_s,
+        tracked=lambda found: access.share_experiment(
+            workspace, found.experiment_id, workload, lambda line: say(0, line)
+        ),
     )
     try:
         state = watch.to_the_end(Logs(workspace, job_run, logs))

@@ -71,6 +71,8 @@ def _refuse(workload: Workload, folder: Path, force: bool) -> None:
     environment = workload.environment
     if environment and (environment.docker_image or environment.unity_catalog_image):
         raise UserError("environment: bundles are not known to take images; use a version instead")
+    if workload.usage_policy_name:
+        raise UserError("usage_policy_name: a bundle takes the policy's id; give usage_policy_id")
     model = workload.parameters.get("model_name")
     is_path = workload.recipe and isinstance(model, str) and model.startswith("/")
     if is_path and not str(model).startswith("/Volumes/"):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from tasks.targets.databricks_access import with_policy
 from tasks.targets.databricks_api import (
     Missing,
     Refused,
@@ -54,7 +55,7 @@ def findings(
         reason = lacking.get(name)
         yield _finding(f"secret {name}", reason or f"{reference} is there", bool(reason))
     yield _accelerator(workload.compute.accelerator_type)
-    yield from _policy(workspace, workload.usage_policy_id)
+    yield from _policy(workspace, workload)
     yield from _unchecked(workload)
 
 
@@ -176,8 +177,18 @@ def _accelerator(kind: str) -> Finding:
     return {"what": "accelerator type", "state": "unchecked", "message": message}
 
 
-def _policy(workspace: Workspace, policy: str | None) -> Iterator[Finding]:
+def _policy(workspace: Workspace, workload: Workload) -> Iterator[Finding]:
     """Policies are the account's; a workspace's own address answers for them only sometimes."""
+    if workload.usage_policy_name:
+        what = f"usage policy {workload.usage_policy_name}"
+        try:
+            found = with_policy(workspace, workload)
+        except UserError as error:
+            yield _finding(what, str(error))
+        else:
+            yield _finding(what, f"its id is {found.usage_policy_id}", is_missing=False)
+        return
+    policy = workload.usage_policy_id
     if policy is None:
         return
     what = f"usage policy {policy}"
@@ -187,13 +198,13 @@ def _policy(workspace: Workspace, policy: str | None) -> Iterator[Finding]:
         return
     path = f"/api/2.1/accounts/{workspace.account_id}/budget-policies/{quoted(policy)}"
     try:
-        found = workspace.get(path)
+        facts = workspace.get(path)
     except Missing as error:
         yield _finding(what, str(error))
     except (Refused, WorkspaceAway) as error:
         yield {"what": what, "state": "unchecked", "message": str(error)}
     else:
-        yield _finding(what, str(found.get("policy_name") or "it is there"), is_missing=False)
+        yield _finding(what, str(facts.get("policy_name") or "it is there"), is_missing=False)
 
 
 def _unchecked(workload: Workload) -> Iterator[Finding]:

@@ -14,8 +14,7 @@ from typing import Any
 from tasks.targets import databricks
 from tasks.targets import databricks_files as files
 from tasks.targets.databricks_api import Workspace, connect
-from tasks.targets.databricks_code import recipe_requirements
-from tasks.targets.databricks_request import NO_ENVIRONMENT
+from tasks.targets.databricks_request import NO_ENVIRONMENT, with_recipes
 from tasks.targets.guardian import Say
 from tasks.targets.job import Ending, Job
 from tunewright.contract.mirror import on_volume
@@ -83,16 +82,18 @@ def _result(folder: RunDir) -> dict[str, Any] | None:
 
 
 def _small(workload: Workload, command: str) -> Workload:
-    """The same environment and secrets on one node; our own requirements beside the user's."""
+    """The same secrets on one node, and the same environment unless that is an image; our own
+    requirements beside the user's.
+    """
     compute = workload.compute.model_copy(
         update={"accelerator_type": CHEAPEST, "num_accelerators": 1,
                 "provisioned_capacity_id": None, "priority_class": None, "pool_id": None}
     )  # fmt: skip
-    environment = workload.environment or NO_ENVIRONMENT
-    if not (environment.docker_image or environment.unity_catalog_image):
-        given = environment.dependencies
-        ours = [line for line in recipe_requirements() if line not in given]
-        environment = environment.model_copy(update={"dependencies": [*given, *ours]})
+    given = workload.environment
+    if given is None or given.docker_image or given.unity_catalog_image:
+        # An image may lack tunewright.
+        given = NO_ENVIRONMENT
+    environment = given.model_copy(update={"dependencies": with_recipes(given.dependencies)})
     update: dict[str, Any] = {
         "command": command, "compute": compute, "environment": environment, "code_source": None,
         "parameters": {}, "idempotency_token": None, "mlflow_run_name": None,

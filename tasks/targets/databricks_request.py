@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -189,6 +190,9 @@ def submission(job: Job, workload: Workload, found: Places) -> dict[str, Any]:
     }
     if workload.usage_policy_id:
         body["budget_policy_id"] = workload.usage_policy_id
+    elif workload.usage_policy_name:
+        # Only in a dry run, which asks nobody.
+        body["budget_policy_id"] = f"<id of usage policy {workload.usage_policy_name}>"
     if workload.permissions:
         body["access_control_list"] = [_permission(p) for p in workload.permissions]
     if environments := _environments(workload, found.wheel):
@@ -287,9 +291,13 @@ def _dependencies(workload: Workload, wheel: str | None) -> list[str]:
     found = list(workload.environment.dependencies) if workload.environment else []
     if wheel is None:
         return found
-    named = {_name(line) for line in found}
-    ours = recipe_requirements() if workload.recipe else []
-    return [*found, *(line for line in ours if _name(line) not in named), wheel]
+    return [*(with_recipes(found) if workload.recipe else found), wheel]
+
+
+def with_recipes(given: list[str]) -> list[str]:
+    """Requirements with what our recipes need beside them; a package that is named stays so."""
+    named = {_name(line) for line in given}
+    return [*given, *(line for line in recipe_requirements() if _name(line) not in named)]
 
 
 def _name(requirement: str) -> str:
@@ -318,7 +326,7 @@ def _present(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yaml(facts: Mapping[str, Any]) -> str:
-    return str(yaml.safe_dump(dict(facts), sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump(dict(facts), sort_keys=False, allow_unicode=True, width=math.inf))
 
 
 def _json(facts: Any) -> str:

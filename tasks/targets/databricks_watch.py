@@ -53,9 +53,11 @@ class Watch:
         cancelled: Callable[[], bool],
         deadline_s: float | None = None,
         margin_s: float = _MARGIN_S,
+        tracked: Callable[[PlatformRun], None] = lambda found: None,
     ) -> None:
+        """`tracked` is called once the attempt's MLflow run on the platform is known."""
         self._workspace, self._run, self._attempt, self.job_run = workspace, run, attempt, job_run
-        self._say, self._cancelled = say, cancelled
+        self._say, self._cancelled, self._tracked = say, cancelled, tracked
         self._deadline_s = deadline_s + margin_s if deadline_s else None
         self._running_since: float | None = self._known("running").get("since")
         self.reason: str | None = None
@@ -163,6 +165,7 @@ class Watch:
             facts = {"experiment_id": found.experiment_id, "run_id": found.run_id, "url": found.url}
             self._remember("mlflow", facts)
             self._tell(f"MLflow on the platform: {found.url}")
+            self._tracked(found)
 
     def _reason_to_cancel(self) -> str | None:
         if self._cancelled():

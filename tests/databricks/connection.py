@@ -109,13 +109,13 @@ class Connection(BaseHTTPRequestHandler):
         kind = fault.kind if fault else None
         if fault and kind == "slow":
             time.sleep(fault.seconds)
-        if kind == "cut":
-            return self._cut()
+        if fault and kind == "cut":
+            return self._cut(fault)
         answer = self._act(request, path, fault if kind in REFUSALS else None)
-        if kind == "lost":
-            return self._cut()
+        if fault and kind == "lost":
+            return self._cut(fault)
         request.status = answer.status
-        self._send(request, answer, torn=kind == "torn")
+        self._send(request, answer, fault if kind == "torn" else None)
 
     def _act(self, request: Request, path: str, refusal: Fault | None) -> Answer:
         wire = self.server.wire
@@ -140,7 +140,7 @@ class Connection(BaseHTTPRequestHandler):
             wire.errors.append(error)
             return Answer({"error_code": "INTERNAL_ERROR", "message": f"stand-in: {error!r}"}, 500)
 
-    def _send(self, request: Request, answer: Answer, *, torn: bool) -> None:
+    def _send(self, request: Request, answer: Answer, torn: Fault | None) -> None:
         body, headers = answer.body, {"X-Databricks-Org-Id": WORKSPACE_ID, **answer.headers}
         if answer.length is None and not isinstance(body, bytes):
             body = json.dumps(body).encode()
@@ -160,12 +160,13 @@ class Connection(BaseHTTPRequestHandler):
             return
         if torn:
             self.wfile.write(next(chunks, b"")[: length // 2])
-            return self._cut()
+            return self._cut(torn)
         for chunk in chunks:
             self.wfile.write(chunk)
 
-    def _cut(self) -> None:
+    def _cut(self, fault: Fault) -> None:
         """End the connection with a reset, as a broken network does."""
+        fault.then()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
 

@@ -48,7 +48,7 @@ exec chroot "$root" "$@"
 _ENTER_COMMAND = ("unshare", "-rm", "bash", "-c", _ENTER, "enter")
 
 # What the volume's mount refuses, as far as Python's own calls show it.
-_GUARD = '''"""Refuses what a volume's mount refuses: append, writes in a file, rename, links."""
+GUARD = '''"""Refuses what a volume's mount refuses: append, writes in a file, rename, links."""
 import errno, os, sys
 
 _ROOTS = tuple(os.environ["DATABRICKS_STANDIN_VOLUMES"].split(os.pathsep))
@@ -74,6 +74,16 @@ def _refuse(event, args):
 
 sys.addaudithook(_refuse)
 '''
+
+
+def mounted(places: Places, folder: Path) -> list[str]:
+    """What goes before a command that has the platform's mounts; `folder` is for its others."""
+    own = [folder / name for name in ("root", "databricks", "disk")]
+    for place in own:
+        place.mkdir(parents=True, exist_ok=True)
+    root, databricks, disk = own
+    mounts = [root, places.volumes, places.workspace, databricks, disk]
+    return [*_ENTER_COMMAND, *map(str, mounts)]
 
 
 class LaunchError(Exception):
@@ -223,26 +233,20 @@ class Node:
         script.write_text(launch.command)
         for wheel in launch.wheels:
             zipfile.ZipFile(wheel).extractall(self.folder / "site")
-        (self.folder / "site" / "sitecustomize.py").write_text(_GUARD)
+        (self.folder / "site" / "sitecustomize.py").write_text(GUARD)
         env = {**self._environment(launch, python), **environment, **launch.environment}
         env["PYTHONPATH"] = os.pathsep.join(
             [str(self.folder / "site"), *filter(None, [env.get("PYTHONPATH")])]
         )
+        back = ["env", "-C", str(self.folder / "work")]
+        entry = [*mounted(launch.places, self.folder), *back] if launch.places.mounts else []
         self.process = subprocess.Popen(
-            [*self._entry(launch.places), "bash", "-euo", "pipefail", str(script)],
+            [*entry, "bash", "-euo", "pipefail", str(script)],
             cwd=self.folder / "work", env=env, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self._pump = threading.Thread(target=self._follow, daemon=True)
         self._pump.start()
-
-    def _entry(self, places: Places) -> list[str]:
-        if not places.mounts:
-            return []
-        mounts = [self.folder / "root", places.volumes, places.workspace,
-                  self.folder / "databricks", self.folder / "disk"]  # fmt: skip
-        back = ["env", "-C", str(self.folder / "work")]
-        return [*_ENTER_COMMAND, *map(str, mounts), *back]
 
     def _environment(self, launch: Launch, python: Path) -> dict[str, str]:
         places = launch.places

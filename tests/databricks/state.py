@@ -10,6 +10,8 @@ class State:
     """The workspace: who asks, what exists, what is allowed. Change it at any time."""
 
     user: str = "ann@example.com"
+    account_id: str | None = "0a0a0a0a-0000-4000-8000-000000000000"
+    """As the workspace's address tells it; None where it does not."""
     secrets: dict[str, dict[str, str]] = field(default_factory=dict)
     """Scope to key to value."""
     secrets_readable: bool = False
@@ -25,6 +27,8 @@ class State:
     """(privilege, full name) that the user lacks; everything else is allowed."""
     policies: set[str] = field(default_factory=set)
     """Known budget policies; empty knows them all."""
+    policy_names: dict[str, str] = field(default_factory=dict)
+    """Name to id, as the account lists them."""
 
 
 @dataclass

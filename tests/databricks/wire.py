@@ -108,10 +108,14 @@ class Fault:
     times: int
     after: int
     seconds: float
+    origin: str | None = None
+    then: Callable[[], None] = lambda: None
 
-    def takes(self, method: str, path: str) -> bool:
+    def takes(self, request: Request) -> bool:
         """Whether this request is hit; counts it."""
-        subject = f"{method} {path}" if " " in self.pattern else path
+        subject = f"{request.method} {request.path}" if " " in self.pattern else request.path
+        if self.origin not in (None, request.origin):
+            return False
         if not fnmatch.fnmatchcase(subject, self.pattern):
             return False
         if self.after > 0:
@@ -145,7 +149,7 @@ class Wire:
         """Keep a request, and say what shall disturb it."""
         with self.lock:
             self.requests.append(request)
-            hits = [fault for fault in self.faults if fault.takes(request.method, request.path)]
+            hits = [fault for fault in self.faults if fault.takes(request)]
         request.fault = hits[0].kind if hits else None
         return hits[0] if hits else None
 

@@ -46,6 +46,7 @@ class Workspace:
         wire.route("GET", "/.well-known/databricks-config", self._discovery)
         policies = r"/api/2.1/accounts/[^/]+/budget-policies/([^/]+)"
         wire.route("GET", policies, self._policy)
+        wire.route("GET", r"/api/2.1/accounts/[^/]+/budget-policies", self._policies)
         wire.route("PATCH", r"/api/2.0/permissions/([^/]+)/([^/]+)", self._permit)
         wire.route("GET", r"/api/2.0/permissions/([^/]+)/([^/]+)", self._permissions)
         wire.route("GET", "/api/2.0/secrets/list", self._secrets)
@@ -159,13 +160,24 @@ class Workspace:
 
     def _discovery(self, request: Request) -> dict[str, Any]:
         host = f"http://{request.headers['Host']}"
+        account = {"account_id": self.state.account_id} if self.state.account_id else {}
         return {"oidc_endpoint": f"{host}/oidc", "workspace_id": WORKSPACE_ID, "cloud": "AWS",
-                "account_id": "0a0a0a0a-0000-4000-8000-000000000000"}  # fmt: skip
+                **account}  # fmt: skip
 
     def _policy(self, request: Request, policy: str) -> dict[str, Any]:
         if self.state.policies and policy not in self.state.policies:
             raise missing(f"Budget policy {policy} does not exist")
         return {"policy_id": policy, "policy_name": policy}
+
+    def _policies(self, request: Request) -> dict[str, Any]:
+        """One a page, so that whoever asks must ask on."""
+        wanted = request.query.get("filter_by.policy_name", "")
+        found = [name for name in sorted(self.state.policy_names) if wanted in name]
+        start = request.number("page_token", 0)
+        entries = [{"policy_id": self.state.policy_names[name], "policy_name": name}
+                   for name in found[start : start + 1]]  # fmt: skip
+        more = {"next_page_token": str(start + 1)} if start + 1 < len(found) else {}
+        return {"policies": entries, **more}
 
     def _scope(self, request: Request) -> dict[str, str]:
         scope = request.need("scope")

@@ -134,17 +134,33 @@ def test_a_value_known_here_is_masked_in_what_the_platform_says(
     assert "s3cr3t" not in run_dir.node_log(1, 0).read_text()
 
 
-@pytest.mark.parametrize("live", [True, False], ids=["live", "artifacts"])
-def test_logs_come_live_or_from_artifacts_each_line_once(
-    server: DatabricksServer, attempt: Attempt, said: Any, live: bool
-) -> None:
-    server.rules.live_logs = live
+def test_live_logs_show_each_line_once(attempt: Attempt, said: Any) -> None:
     attempt("for i in 1 2 3; do echo line-$i-$NODE_RANK; sleep 0.4; done")
-    if live:
-        for rank in (0, 1):
-            assert [line for node, line in said if node == rank and "line-" in line] == [
-                f"line-{i}-{rank}" for i in (1, 2, 3)
-            ]
+    for rank in (0, 1):
+        assert [line for node, line in said if node == rank and "line-" in line] == [
+            f"line-{i}-{rank}" for i in (1, 2, 3)
+        ]
+
+
+def test_without_live_logs_they_come_from_the_artifacts_of_the_platforms_run(
+    tmp_path: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch, run_dir: RunDir, said: Any
+) -> None:
+    """As an image leaves them, whose command has no guardian of ours to keep its log."""
+    with DatabricksServer(tmp_path, mlflow=mlflow_server) as server:
+        server.add_volume("main.default.runs")
+        server.rules.live_logs = False
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        found = workload(
+            'echo "line-$NODE_RANK is s3cr3t-value"', environment={"docker_image": {"url": "a/b:1"}}
+        )
+        placement = databricks.place(found, simulate=False, procs_per_node=None)
+        secrets = {"A_TOKEN": "s3cr3t-value"}
+        assert databricks.run(job_of(found, run_dir), secrets, said, placement).well
+    for rank in (0, 1):
+        assert (rank, f"line-{rank} is ********") in said
+        assert f"line-{rank} is ********" in run_dir.node_log(1, rank).read_text()
+    assert "s3cr3t" not in str(said)
 
 
 def test_a_node_says_what_failed(attempt: Attempt) -> None:
@@ -384,6 +400,46 @@ def test_what_the_workspace_refuses_is_told_with_its_reason(
         attempt(usage_policy_id="00000000-0000-0000-0000-000000000001")
 
 
+def test_a_policy_is_found_by_its_name(
+    server: DatabricksServer, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.state.policy_names = {"team": "id-of-team", "team a": "id-of-another"}
+    account, server.state.account_id = server.state.account_id, None
+    with pytest.raises(UserError, match=r"the account is not known here; set DATABRICKS_ACCOUNT"):
+        attempt(usage_policy_name="team")
+    monkeypatch.setenv("DATABRICKS_ACCOUNT_ID", str(account))
+    assert attempt(usage_policy_name="team a").well
+    assert server.calls(SUBMIT)[-1].body["budget_policy_id"] == "id-of-another"
+    with pytest.raises(UserError, match="the account has no policy 'tea'"):
+        databricks.require(workload(usage_policy_name="tea"))
+    server.fault("*/budget-policies", "404")
+    with pytest.raises(UserError, match=r"cannot be looked up.*give its id as usage_policy_id"):
+        databricks.require(workload(usage_policy_name="team"))
+    assert len(server.runs) == 1
+
+
+def test_permissions_are_of_the_job_and_of_its_experiment(
+    server: DatabricksServer, attempt: Attempt, said: Any
+) -> None:
+    permissions = [
+        {"level": "CAN_VIEW", "group_name": "team"},
+        {"level": "CAN_MANAGE_RUN", "user_name": "ann@example.com"},
+    ]
+    assert attempt(permissions=permissions).well
+    assert server.calls(SUBMIT)[0].body["access_control_list"] == [
+        {"permission_level": "CAN_VIEW", "group_name": "team"},
+        {"permission_level": "CAN_MANAGE_RUN", "user_name": "ann@example.com"},
+    ]
+    (asked,) = server.calls("PATCH */permissions/experiments/*")
+    assert asked.body == {"access_control_list": [
+        {"permission_level": "CAN_READ", "group_name": "team"},
+        {"permission_level": "CAN_EDIT", "user_name": "ann@example.com"},
+    ]}  # fmt: skip
+    server.fault("PATCH */permissions/*", "403")
+    assert attempt(number=2, permissions=permissions).well
+    assert "permissions: the MLflow experiment keeps its own" in str(said.lines)
+
+
 def test_another_attempt_has_another_token(server: DatabricksServer, attempt: Attempt) -> None:
     assert attempt().well
     assert attempt(number=2).well
@@ -438,7 +494,19 @@ def test_a_hundred_followers_stay_below_the_platforms_limits(
 BAD = {
     "no volume": ({"parameters": {"output_dir": "/tmp/x"}}, "lies on a volume"),
     "no output_dir": ({"parameters": {}}, "it is required"),
-    "policy name": ({"usage_policy_name": "team"}, "give its id as usage_policy_id"),
+    "a level": ({"permissions": [{"level": "VIEW", "user_name": "a"}]}, "one of CAN_VIEW"),
+    "adapters alone": (
+        {
+            "command": "torchrun -m tunewright.recipes.lora",
+            "parameters": {
+                "output_dir": OUTPUT,
+                "merge": False,
+                "model_name": "a/b",
+                "dataset_name": "a/c",
+            },
+        },
+        "are always added to their base",
+    ),
 }
 
 

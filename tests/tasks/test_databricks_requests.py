@@ -53,7 +53,7 @@ IMAGE = {
     "parameters": {"output_dir": OUTPUT},
 }
 WORKLOADS: dict[str, Any] = {
-    "llama": ROOT / "deployments" / "llama.yaml",
+    **{name: ROOT / "deployments" / f"{name}.yaml" for name in ("llama", "gpt-oss", "qwen")},
     "everything": EVERYTHING,
     "image": IMAGE,
 }
