@@ -14,7 +14,7 @@ from tasks import ui
 from tasks.nouns import Secrets
 from tasks.policy import told
 from tasks.run import Run
-from tasks.targets import is_platform
+from tasks.targets import databricks_secrets, is_platform
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.scrub import SHORTEST, Scrubber
 
@@ -48,20 +48,19 @@ def known_here(run: Run) -> Secrets:
 
 
 def look_up(references: dict[str, str]) -> Secrets:
-    """Values of {NAME: scope/key}: environment, then a Prefect Secret block.
+    """Values of {NAME: scope/key}: environment, then a Prefect Secret block, then Databricks.
 
     Raises UserError that names, for every missing one, each place that was searched.
     """
     found, missing = {}, []
     for name, reference in references.items():
         value = os.environ.get(name) or _from_block(block_name(reference))
-        if value:
-            found[name] = value
-        else:
+        try:
+            found[name] = value or databricks_secrets.value_of(reference)
+        except UserError as error:
             missing.append(
                 f"{name} ({reference}): not in the environment variable {name}, "
-                f"no Prefect Secret block {block_name(reference)!r}, "
-                "and Databricks secrets are not searched in this version"
+                f"no Prefect Secret block {block_name(reference)!r}, and {error}"
             )
     if missing:
         raise UserError("secrets are missing:\n  " + "\n  ".join(missing))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tasks.targets import databricks_check, databricks_files
+from tasks.targets import databricks_check, databricks_files, databricks_secrets
 from tasks.targets.databricks_api import Missing, Workspace, connect
 from tasks.targets.databricks_files import Transfer
 from tests.databricks_server import DatabricksServer
@@ -221,6 +221,18 @@ def test_no_secrets_value_is_ever_read(server: DatabricksServer, workspace: Work
         databricks_check.require_secrets(workspace, {"B": "scope/none"})
 
 
+def test_a_value_is_read_only_for_targets_that_need_it_here(
+    server: DatabricksServer, workspace: Workspace
+) -> None:
+    server.state.secrets["scope"] = {"key": "välue"}
+    with pytest.raises(UserError, match=r"does not give it .*only allowed from a notebook"):
+        databricks_secrets.value_of("scope/key")
+    server.state.secrets_readable = True
+    assert databricks_secrets.value_of("scope/key") == "välue"
+    with pytest.raises(UserError, match=r"does not give it .*No secret with key none"):
+        databricks_secrets.value_of("scope/none")
+
+
 def test_without_a_workspace_the_way_to_one_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -229,6 +241,8 @@ def test_without_a_workspace_the_way_to_one_is_told(
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UserError, match="databricks auth login"):
         connect()
+    with pytest.raises(UserError, match="no Databricks workspace is configured"):
+        databricks_secrets.value_of("scope/key")
 
 
 def test_a_refused_login_is_a_sentence(
