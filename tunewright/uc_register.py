@@ -63,7 +63,7 @@ def register(
     if facts is None or rundir.damage(model, facts, sizes_only=True):
         raise UserError(f"{model} is not sealed, or not whole; it is not registered")
     if not (model / MLMODEL).is_file():
-        reason = facts.get("mlflow_reason") or "it has no MLmodel file"
+        reason = "; ".join(["it is no MLflow model", *facts.get("warnings", [])])
         raise UserError(f"{model} cannot be registered in Unity Catalog: {reason}")
     # Uploads through the SDK's Files API work where vended storage credentials are blocked.
     os.environ.setdefault("MLFLOW_USE_DATABRICKS_SDK_MODEL_ARTIFACTS_REPO_FOR_UC", "true")

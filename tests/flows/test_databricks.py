@@ -137,6 +137,17 @@ def test_a_dry_run_prints_the_requests_and_sends_none(
     assert home.runs("own") == []
 
 
+def test_a_bundle_is_written_once(home: Home, tmp_path: Path) -> None:
+    words = ("export", str(ROOT / "deployments" / "qwen.yaml"), "--bundle", str(tmp_path / "b"))
+    found = home.call(*words)
+    assert found.returncode == 0, found.stderr
+    assert "databricks.yml" in found.stdout.splitlines()
+    assert (tmp_path / "b" / "launch" / "command.sh").is_file()
+    again = home.call(*words)
+    assert again.returncode == 2
+    assert "is not empty" in again.stderr
+
+
 def test_check_looks_at_the_workspace(home: Home, server: DatabricksServer, write) -> None:
     file = file_for(write, "true", secrets={"A_TOKEN": "scope/key"})
     words = ("check", str(file), "--target", "databricks", "--json")
