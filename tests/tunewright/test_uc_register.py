@@ -119,5 +119,5 @@ def test_a_version_that_fails_or_takes_too_long_is_worth_another_start(
 
 
 def test_a_schema_that_is_not_there_is_told(server: DatabricksServer, sealed: Path) -> None:
-    with pytest.raises(UserError, match="main.nowhere"):
+    with pytest.raises(UserError, match=r"main\.nowhere"):
         uc_register.register(sealed, "main.nowhere.tiny", "tiny-0a1b2c3d")
