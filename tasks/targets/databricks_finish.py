@@ -1,6 +1,7 @@
 """Consolidate and register on the platform: one small job on the cheapest accelerator.
 
-Used where the volume is not mounted on the machine of the flow: gigabytes then stay where they are.
+The volume and the registry are there, so gigabytes stay where they are, and the machine of the flow
+needs neither torch nor the volume's mount.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _small(workload: Workload, command: str) -> Workload:
     environment = given.model_copy(update={"dependencies": with_recipes(given.dependencies)})
     update: dict[str, Any] = {
         "command": command, "compute": compute, "environment": environment, "code_source": None,
-        "parameters": {}, "idempotency_token": None, "mlflow_run_name": None,
+        "parameters": {}, "idempotency_token": None,
+        "mlflow_run_name": f"{(workload.mlflow_run_name or workload.experiment_name)[:93]}-finish",
     }  # fmt: skip
     return workload.model_copy(update=update)
 

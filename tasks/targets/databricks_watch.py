@@ -1,7 +1,7 @@
 """One job on the platform from its submission to its end: polled, shown, timed out, cancelled.
 
-What a later flow needs to find the job again stands in the run's folder before the request that
-makes it leaves, and the request's token makes sure that sending it again makes no second one.
+What was seen of it (when it began to run, why it was cancelled, its MLflow run) is written down once,
+for whoever follows it after us.
 """
 
 from __future__ import annotations
