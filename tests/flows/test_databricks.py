@@ -95,6 +95,25 @@ def test_a_job_that_someone_cancels_there_is_not_tried_again(
     assert len(server.runs) == 1
 
 
+@pytest.mark.parametrize("way", ["tunewright", "prefect"])
+def test_cancelling_the_run_cancels_the_job(
+    home: Home, server: DatabricksServer, write, api, way: str
+) -> None:
+    process = run(home, server, file_for(write, "sleep 120", max_retries=2))
+    wait_for(lambda: server.runs and server.runs[0].phase.life == "RUNNING", 60)
+    (folder,) = (home.path / OUTPUT.lstrip("/")).glob("own-*")
+    if way == "tunewright":
+        assert home.call("cancel", folder.name).returncode == 0
+    else:
+        index = json.loads((home.path / "runs" / folder.name).read_text())
+        state = {"state": {"type": "CANCELLING"}}
+        api(f"/flow_runs/{index['flow_run_id']}/set_state", state)
+    facts, narration = ended(process)
+    assert facts["state"] == "Cancelled", narration
+    assert [each.phase.result for each in server.runs] == ["CANCELED"]
+    assert len(server.calls("POST */jobs/runs/cancel")) == 1
+
+
 def test_a_killed_worker_finds_its_running_job_again(
     home: Home, server: DatabricksServer, write
 ) -> None:
