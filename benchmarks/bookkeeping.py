@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_step import PACK_TOKENS, make_store, versions
+from bench import PACK_TOKENS, make_store, versions
 
 ROOT = Path(__file__).parents[1]
 RANKS = (1, 2, 4, 8)

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpu_step import Bench, follow, machine, versions
+from bench import Runner, follow, machine, versions
 
 ROOT = Path(__file__).parents[1]
 MOST = 1.5
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one document on stdout")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tunewright-exactness-") as scratch:
-        bench = Bench(Path(scratch), gpus=1, steps=args.steps, more={})
+        bench = Runner(Path(scratch), gpus=1, steps=args.steps, more={})
         pack = json.loads((args.tokens / "manifest.json").read_text())["pack_tokens"]
         runs = {
             "fast": losses(bench, args, pack, tokens_per_device=pack),
@@ -47,7 +47,7 @@ def main() -> int:
     return 0 if found["met"] else 1
 
 
-def losses(bench: Bench, args: argparse.Namespace, pack: int, **more: Any) -> list[float]:
+def losses(bench: Runner, args: argparse.Namespace, pack: int, **more: Any) -> list[float]:
     """The loss of each step of one run."""
     folder = bench.scratch / "-".join(f"{k}-{v}" for k, v in more.items())
     has_weights = any(args.model.glob("*.safetensors"))

@@ -1,6 +1,6 @@
 """What a usual fine-tuning script does with its GPUs; started by gpu_step.py.
 
-    torchrun … benchmarks/padded_fsdp1.py MODEL_FOLDER LENGTHS RESULT STEPS
+    torchrun … benchmarks/padded_fsdp1.py MODEL_FOLDER LENGTHS STEPS RESULT
 
 Every row is padded to 1,024 tokens and the padding is computed with; 4 rows at a time, 2 such
 micro-batches a step; FSDP1 with every decoder layer wrapped, weights and AdamW's states in bf16,
@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 LENGTH, ROWS, ACCUMULATED, WARM_UP = 1024, 4, 2, 2
 
 
-def main(folder: str, lengths: str, result: str, steps: int) -> None:
+def main(folder: str, lengths: str, steps: int, result: str) -> None:
     warnings.filterwarnings("ignore")
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank)
@@ -85,4 +85,4 @@ def sharded(folder: str, device: torch.device) -> FullyShardedDataParallel:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

@@ -100,13 +100,14 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A saved tensor and the extent of its storage in the file."""
+    """A saved tensor, the extent of its storage in the file, and the storage's CRC-32."""
 
     dtype: torch.dtype
     first: int
     shape: tuple[int, ...]
     in_order: bool
     record: Extent
+    crc: int
 
 
 class _Description(pickle.Unpickler):
@@ -151,14 +152,17 @@ def stored_tensor(file: OpenFile, item: Extent) -> StoredTensor | None:
             ):
                 return None
             tensor = _Description(io.BytesIO(archive.read(records["data.pkl"]))).load()
-            record = _record(whole, item, records[f"data/{tensor.storage.record}"])
+            info = records[f"data/{tensor.storage.record}"]
+            record = _record(whole, item, info)
         size = tensor.storage.numbers * tensor.storage.dtype.itemsize
     except Exception:  # it is no such archive, and its content can be anything: torch will tell
         return None
     if record is None or record.length != size:
         return None
     in_order = _contiguous(tensor.shape, tensor.stride)
-    return StoredTensor(tensor.storage.dtype, tensor.first, tensor.shape, in_order, record)
+    return StoredTensor(
+        tensor.storage.dtype, tensor.first, tensor.shape, in_order, record, info.CRC
+    )
 
 
 def _record(whole: IO[bytes], item: Extent, info: zipfile.ZipInfo) -> Extent | None:

@@ -12,12 +12,16 @@ process group is needed and none is made.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, reduce
+from operator import xor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -57,6 +61,54 @@ class Entry:
         return self.numbers * self.saved.itemsize
 
 
+class Piece(NamedTuple):
+    """Some bytes of a shard."""
+
+    bytes: Extent
+    shard: Extent
+
+
+class Checksum:
+    """The CRC-32 of a shard, made of those of its pieces, which come in any order."""
+
+    def __init__(self, what: str, expected: int, length: int) -> None:
+        self._what = what
+        self._expected = expected
+        self._length = length
+        self._pieces: dict[int, int] = {}
+
+    def add(self, start: int, crc: int) -> None:
+        """Raises TunewrightError when this was the last piece and the whole is another one."""
+        self._pieces[start] = crc
+        if len(self._pieces) * PIECE < self._length:
+            return
+        whole = 0
+        for offset in sorted(self._pieces):
+            length = min(PIECE, self._length - offset)
+            whole = _behind(whole, length) ^ self._pieces[offset]
+        if whole != self._expected:
+            raise TunewrightError(
+                f"{self._what} is not what was written, its checksum differs; remove this "
+                "checkpoint and start the run again, which goes on from the one before"
+            )
+
+
+def _behind(crc: int, length: int) -> int:
+    """What a CRC-32 adds to that of `length` bytes behind it; it is linear in each of its bits."""
+    if length != PIECE:
+        zeros = bytes(length)
+        return zlib.crc32(zeros, crc) ^ zlib.crc32(zeros)
+    return reduce(xor, (moved for bit, moved in enumerate(_moved()) if crc >> bit & 1), 0)
+
+
+@cache
+def _moved() -> list[int]:
+    """Each bit of a CRC-32, moved behind a whole piece."""
+    zeros = bytes(PIECE)
+    nothing = zlib.crc32(zeros)
+    return [zlib.crc32(zeros, 1 << bit) ^ nothing for bit in range(32)]
+
+
 class ShardedModel:
     """The model of one sharded checkpoint. Use it in `with`: it keeps the files open it reads."""
 
@@ -64,6 +116,8 @@ class ShardedModel:
         """Raises TunewrightError when the metadata cannot be read, or speaks of no model."""
         self.path = checkpoint
         self._files: dict[Path, OpenFile] = {}
+        self._records: dict[Extent, Checksum] = {}
+        self._counting = threading.Lock()
         try:
             self._metadata = FileSystemReader(checkpoint).read_metadata()
         except Exception as error:  # unpickling can raise anything
@@ -138,7 +192,11 @@ class ShardedModel:
                 f"{what} holds {list(found.shape)} in {found.record.length} bytes, the "
                 f"checkpoint's metadata says {list(chunk.sizes)}"
             )
-        return Extent(item.file, found.record.offset + start, size)
+        extent = Extent(item.file, found.record.offset + start, size)
+        if extent == found.record and found.crc:  # zero where its writer left it out
+            with self._counting:
+                self._records.setdefault(extent, Checksum(what, found.crc, size))
+        return extent
 
     def _open(self, path: Path) -> OpenFile:
         if path not in self._files:
@@ -159,7 +217,7 @@ class ShardedModel:
                 f"{extent.file} ends at byte {extent.offset + count}, within a tensor"
             )
 
-    def pieces(self, entry: Entry) -> Iterator[tuple[int, Extent | None]]:
+    def pieces(self, entry: Entry) -> Iterator[tuple[int, Piece | None]]:
         """The tensor in pieces, one after the other: how many numbers, and where they lie; nowhere
         when only `load` can tell."""
         extents = self.extents(entry)
@@ -167,15 +225,20 @@ class ShardedModel:
             yield entry.numbers, None
         for extent in extents or []:
             for piece in pieces(extent):
-                yield piece.length // entry.stored.itemsize, piece
+                numbers = piece.length // entry.stored.itemsize
+                yield numbers, Piece(piece, extent)
 
-    def piece(self, entry: Entry, where: Extent | None, buffer: torch.Tensor) -> torch.Tensor:
+    def piece(self, entry: Entry, where: Piece | None, buffer: torch.Tensor) -> torch.Tensor:
         """One of the `pieces` as it was stored, flat; valid until `buffer`, uint8 [PIECE], is used
-        again."""
+        again. Raises TunewrightError when it completes a shard that is not what was written."""
         if where is None:
             return self.load(entry).reshape(-1)
-        raw = buffer[: where.length]
-        self.read(where, raw.numpy().data)
+        raw = buffer[: where.bytes.length]
+        self.read(where.bytes, raw.numpy().data)
+        if checksum := self._records.get(where.shard):
+            crc = zlib.crc32(raw.numpy().data)
+            with self._counting:
+                checksum.add(where.bytes.offset - where.shard.offset, crc)
         return raw.view(entry.stored)
 
     def blocks(self, entry: Entry) -> Iterator[torch.Tensor]:

@@ -39,6 +39,7 @@ mesh = init_device_mesh("cpu", (2,))
 model = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in weights.items()}
 optimizer = {name: {"exp_avg": value} for name, value in model.items()}
 dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+dist.barrier()  # a rank that leaves while another is at work takes it down
 dist.destroy_process_group()
 """
 

@@ -45,6 +45,7 @@ model = {
 dcp.save({"model": model, "optimizer": {"even": {"exp_avg": model["even"]}}},
          checkpoint_id=sys.argv[1])
 dcp.save(model, storage_writer=dcp.HuggingFaceStorageWriter(sys.argv[2], save_distributed=True))
+dist.barrier()
 dist.destroy_process_group()
 """
 
@@ -187,6 +188,22 @@ def test_a_file_cut_short_is_named_with_the_tensor(tmp_path):
     file.unlink()
     with pytest.raises(TunewrightError, match=r"__0_0.distcp cannot be read: No such file"):
         export(checkpoint, tmp_path / "again")
+
+
+@pytest.mark.parametrize("numbers", [9, PIECE // 4, 2 * PIECE // 4 + 77])
+@pytest.mark.parametrize("where", [0, 0.5, 1])
+def test_a_bit_that_was_changed_on_the_disk_is_found(numbers, where, tmp_path):
+    checkpoint = save(tmp_path / "dcp", {"whole": torch.ones(5), "weight": torch.rand(numbers)})
+    with ShardedModel(checkpoint) as model:
+        (entry,) = (e for e in model.entries(torch.float32) if e.name == "weight")
+        ((file, start, length),) = model.extents(entry)
+    content = bytearray(file.read_bytes())
+    content[start + int(where * (length - 1))] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(
+        TunewrightError, match=r"__0_0.distcp: the shard of weight at byte \d+ is not what was"
+    ):
+        export(checkpoint, tmp_path / "out")
 
 
 def change_metadata(checkpoint: Path, change: Callable[[Any], None]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -37,7 +38,7 @@ def main() -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder.root / "elastic")),
-        shutdown_timeout=int(GRACE_S),
+        **_grace(),
     )
     rank = ("-c", code_of("tunewright.notebook.rank"), str(folder.root))
     try:
@@ -52,3 +53,9 @@ def main() -> int:
         write_json(folder.deaths, deaths)
         return 1
     return 0
+
+
+def _grace() -> dict[str, Any]:
+    """How long ranks may take to end; torch before 2.13 has no such setting, and waits 30 s."""
+    known = LaunchConfig.__dataclass_fields__
+    return {"shutdown_timeout": int(GRACE_S)} if "shutdown_timeout" in known else {}

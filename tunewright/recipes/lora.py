@@ -94,6 +94,7 @@ def train(
     facts = facts_of(settings, store, base, model, fit)
     facts["adapter_parameters"] = model.adapter_count
     facts["fast_paths"]["sharding"] = "fsdp" if model.sharded else "ddp"
+    facts["fast_paths"]["grouped_experts"] = model.grouped
 
     checkpoints = AdapterCheckpoints(
         run, world, model, optimizer, base, identity, settings, template

@@ -120,6 +120,8 @@ class Checkpoints:
         self.base = base
         self.identity = dict(identity)
         self.save_dtype = settings.save_dtype
+        # How a step is cut decides in what order its sums are taken.
+        self._cut = {"world_size": world.size, "tokens_per_device": settings.tokens_per_device}
         self.chat_template = chat_template
         self.keep = settings.save_total_limit
         group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
@@ -233,7 +235,7 @@ class Checkpoints:
             fp8.refresh_scales(self.model.module)
             progress = Progress(**facts["progress"])
             self._newest_step = progress.step
-            return Found(progress, path, _caveat(facts["world_size"], self.world.size))
+            return Found(progress, path, _caveat(facts, self._cut))
         return Found(Progress(), None)
 
     def __enter__(self) -> Self:
@@ -320,7 +322,7 @@ class Checkpoints:
             "step": progress.step,
             "fingerprint": self.identity["data"],
             "finished": finished,
-            "world_size": self.world.size,
+            **self._cut,
             "save_dtype": self.save_dtype,
             "tied": self.model.tied,
             "parameters": self.model.count,
@@ -385,10 +387,12 @@ def _make_room(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _caveat(before: int, now: int) -> str | None:
-    if before == now:
+def _caveat(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    pairs = [(name, before.get(name, value), value) for name, value in now.items()]
+    changed = [f"{name} {old}, now {new}" for name, old, new in pairs if old != new]
+    if not changed:
         return None
     return (
-        f"saved by {before} ranks, now {now}: the same rows in the same order, but sums are taken "
+        f"saved with {' and '.join(changed)}: the same rows in the same order, but sums are taken "
         "in another order, so losses may differ in their last digits"
     )

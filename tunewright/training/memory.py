@@ -1,9 +1,9 @@
 """How many tokens a GPU takes at once, and whether activations must be recomputed for that.
 
-Found by trying, once for a run: the model with its first layer alone, then with its first two, each
-on one pack and on two. Everything a step needs grows in straight lines with layers and tokens, so
-four peaks give them all. What is found changes the losses by no more than rounding: it says how a
-step is cut, never what is in it.
+Found by trying, once for a run: the model with its first two layers, then with its first three,
+each on one pack and on two; with fewer, what is gathered ahead is not there yet. Everything a step
+needs grows in straight lines from there, with layers and tokens, so four peaks give them all. What
+is found changes the losses by no more than rounding: it says how a step is cut, not what is in it.
 """
 
 from __future__ import annotations
@@ -177,9 +177,10 @@ def _measured(model: ShardedModel, store: TokenStore) -> Peaks:
         with only(model.module, range(layers)):
             return _peak(model, lambda: loss_sum(model, batch))
 
-    single = {packs: peak(1, packs) for packs in (1, 2)}
-    layer = {packs: peak(2, packs) - single[packs] for packs in (1, 2)}
-    rest = {packs: single[packs] - layer[packs] for packs in (1, 2)}
+    few = max(1, min(2, len(model.layers) - 1))
+    fewer = {packs: peak(few, packs) for packs in (1, 2)}
+    layer = {packs: peak(few + 1, packs) - fewer[packs] for packs in (1, 2)}
+    rest = {packs: fewer[packs] - few * layer[packs] for packs in (1, 2)}
     return Peaks(_line(rest), _line(layer))
 
 

@@ -199,6 +199,16 @@ def keep_whole(model: M) -> M:
     return replace(model, whole=True)
 
 
+def gather_singly(model: ShardedModel) -> None:
+    """Gather a layer's weights when they are needed and no earlier, into memory that the last
+    layer's had: for layers so large that two of them at once would leave no room."""
+    for part in model.module.modules():
+        if isinstance(part, FSDPModule):
+            part._set_unshard_async_op(True)
+            # One that is told to fetch itself fetches none ahead.
+            part.set_modules_to_backward_prefetch([part])
+
+
 def compile_layers(model: ShardedModel) -> None:
     """Compile what is inside of each decoder layer; FSDP's hooks stay outside and still run.
 

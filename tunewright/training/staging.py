@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import accumulate
 
 import torch
@@ -112,4 +113,9 @@ def _at(memory: mmap.mmap, place: int, like: torch.Tensor) -> torch.Tensor:
 
 def _pin(memory: torch.Tensor) -> bool:
     """Whether the memory could be pinned for transfers."""
-    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+        return True
+    # CUDA keeps the error for whoever asks next, which would be the training's next kernel.
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False

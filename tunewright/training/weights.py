@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import xxhash
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -22,6 +23,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tunewright.contract.failures import UserError
 from tunewright.training.tensorfiles import open_folder
 from tunewright.training.world import World
+
+_PARTS, _PART = 8, 1 << 16
+"""How many parts of a file are looked at, and the bytes of one."""
 
 
 class Source(Protocol):
@@ -48,7 +52,7 @@ def load_pretrained(module: Any, name: str, folder: Path, world: World) -> None:
     """
     shapes = {n: tuple(tensor.shape) for n, tensor in saved_tensors(module).items()}
     fits = world.on_main(lambda: _fits(folder, shapes, name))
-    if fits and all(world.gathered(_sees_the_same(folder, fits))):
+    if fits and _all_see(folder, world):
         _read_own_rows(module, folder, name, world)
         return
     held: list[Source] = []  # on rank 0
@@ -133,27 +137,41 @@ def _read_own_rows(module: nn.Module, folder: Path, name: str, world: World) -> 
         raise UserError(problems[0])
 
 
-def _fits(folder: Path, shapes: Mapping[str, tuple[int, ...]], name: str) -> dict[str, int] | None:
-    """Sizes of the weight files when they hold every tensor under the model's own name."""
+def _fits(folder: Path, shapes: Mapping[str, tuple[int, ...]], name: str) -> bool:
+    """Whether the weight files hold every tensor under the model's own name."""
     try:
         files = open_folder(folder)
         found = files.shapes()
         numbers = all(files.is_number(key) for key in shapes)
     except FileNotFoundError:
-        return None
+        return False
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise UserError(f"model_name: {name} cannot be loaded: {error}") from error
-    if not numbers or any(found.get(key) != shape for key, shape in shapes.items()):
-        return None
-    return {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    return numbers and all(found.get(key) == shape for key, shape in shapes.items())
 
 
-def _sees_the_same(folder: Path, sizes: Mapping[str, int]) -> bool:
-    """Whether this rank finds the files that rank 0 has seen."""
-    return all(
-        (folder / name).is_file() and (folder / name).stat().st_size == size
-        for name, size in sizes.items()
+def _all_see(folder: Path, world: World) -> bool:
+    """Whether every rank finds the files that rank 0 finds; for all ranks together."""
+    return len({*world.gathered(_seen(folder))}) == 1
+
+
+def _seen(folder: Path) -> tuple[tuple[str, int, str], ...]:
+    """Name, size and a hash of parts of each weight file this rank finds: enough to tell the models
+    of other nodes from this one, without reading them whole."""
+    return tuple(
+        (path.name, path.stat().st_size, _hash_of_parts(path))
+        for path in sorted(folder.glob("*.safetensors"))
     )
+
+
+def _hash_of_parts(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    last = max(0, path.stat().st_size - _PART)
+    with path.open("rb") as file:
+        for place in range(_PARTS):
+            file.seek(last * place // (_PARTS - 1))
+            digest.update(file.read(_PART))
+    return digest.hexdigest()
 
 
 def _load_whole(folder: Path, name: str) -> Source:

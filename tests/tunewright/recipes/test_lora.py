@@ -110,6 +110,22 @@ def test_every_linear_layer_trains_and_nothing_else(kind, sharding, alone, store
     assert found == (linear | stacked) - {"lm_head.weight"}
 
 
+def test_layers_gathered_one_at_a_time_train_the_same(alone, store, tmp_path, monkeypatch):
+    settings = settings_of(folder_of(tmp_path, "gpt_oss"), sharding="fsdp")
+
+    def trained():
+        model = adapted.build(find_base(settings), settings, alone, random=True)
+        taken(model, store, settings, alone)
+        return model, whole(model.parameters)
+
+    ahead, expected = trained()
+    monkeypatch.setattr(adapted, "_OF_DEVICE", 0.0)
+    singly, found = trained()
+    group = [m.layers[0]._get_fsdp_state()._fsdp_param_group for m in (ahead, singly)]
+    assert [g.unshard_async_op for g in group] == [False, True]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_weights_are_those_of_the_recipe_fsdp(kind, alone, tmp_path):
     settings = settings_of(folder_of(tmp_path, kind), sharding="fsdp")

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from tunewright.contract.failures import UserError
@@ -155,13 +156,29 @@ def test_weights_come_the_same_way_whoever_reads_them(
     theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder()))
     theirs.save_pretrained(tmp_path / "weights", max_shard_size="20KB")
     if rows == "handed out":
-        monkeypatch.setattr(weights, "_sees_the_same", lambda *_: False)
+        monkeypatch.setattr(weights, "_all_see", lambda *_: False)
     elif rows == "whole":
-        monkeypatch.setattr(weights, "_fits", lambda *_: None)
+        monkeypatch.setattr(weights, "_fits", lambda *_: False)
     chosen = settings(model_name=str(tmp_path / "weights"), init="pretrained")
     ours = build(find_base(chosen), chosen, alone)
     for name, parameter in theirs.named_parameters():
         assert torch.equal(whole(ours.parameters[name].detach()), parameter)
+
+
+def test_another_model_of_the_same_size_is_told_apart(tmp_path):
+    for name, last in (("one", 1.0), ("other", 2.0)):
+        numbers = torch.ones(1 << 20)
+        numbers[-1] = last
+        (tmp_path / name).mkdir()
+        save_file({"weight": numbers}, tmp_path / name / "model.safetensors")
+    one, other = (weights._seen(tmp_path / name) for name in ("one", "other"))
+    assert one != other
+    assert [file[:2] for file in one] == [file[:2] for file in other]
+    (tmp_path / "other" / "model.safetensors").write_bytes(
+        (tmp_path / "one" / "model.safetensors").read_bytes()
+    )
+    assert weights._seen(tmp_path / "other") == one
+    assert weights._seen(tmp_path / "nowhere") == ()
 
 
 def test_a_torn_weight_file_is_named(alone, model_folder, settings, tmp_path):
@@ -279,14 +296,12 @@ def test_a_vocabulary_larger_than_the_embeddings_is_refused(alone, model_folder,
 
 
 def test_codes_that_need_a_scale_are_not_taken_for_weights(model_folder, tmp_path):
-    from safetensors.torch import save_file
-
     shapes = {"a.weight": (2, 2)}
     codes = torch.ones(2, 2).to(torch.float8_e4m3fn)
     save_file({"a.weight": codes, "a.weight_scale": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert weights._fits(tmp_path, shapes, "it") is None
+    assert not weights._fits(tmp_path, shapes, "it")
     save_file({"a.weight": torch.ones(2, 2).bfloat16()}, tmp_path / "model.safetensors")
-    assert weights._fits(tmp_path, shapes, "it") is not None
+    assert weights._fits(tmp_path, shapes, "it")
 
 
 def test_layers_that_give_tuples_can_be_left_out(alone, model_folder, settings):

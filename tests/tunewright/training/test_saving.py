@@ -216,6 +216,11 @@ class TestResume:
         make().save(Progress(step=1), finished=False)
         assert make().resume().caveat is None
 
+    def test_another_cut_of_the_steps_is_told(self, make):
+        make().save(Progress(step=1), finished=False)
+        found = make(tokens_per_device=4096).resume()
+        assert found.caveat.startswith("saved with tokens_per_device auto, now 4096: the same rows")
+
 
 class TestConclude:
     def test_the_last_step_is_saved_once(self, make):

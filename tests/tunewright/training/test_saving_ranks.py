@@ -93,7 +93,9 @@ def test_two_ranks_save_what_one_rank_reads(start, run, alone, settings, model_f
     optimizer = adamw(model.parameters, asked)
     found = Checkpoints(run, alone, model, optimizer, base, {"data": "some"}, asked, None).resume()
     assert found.progress.step == 2
-    assert found.caveat.startswith("saved by 2 ranks, now 1: the same rows in the same order")
+    assert found.caveat.startswith(
+        "saved with world_size 2, now 1: the same rows in the same order"
+    )
     other = adamw(fresh.parameters, asked)
     for number in (1, 2):
         for parameter in fresh.parameters.values():

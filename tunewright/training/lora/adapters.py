@@ -25,7 +25,7 @@ from tunewright.training.plan import seed_of
 from tunewright.training.world import World
 
 ALL_LINEAR = "all-linear"
-_NAME = "default"
+NAME = "default"
 """What PEFT calls the one adapter of a model."""
 _PREFIX = "base_model.model."
 """What PEFT puts in front of the model's names."""
@@ -123,7 +123,7 @@ def adapters(module: nn.Module) -> Iterator[Adapter]:
     for name, layer in module.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
-        matrices = (f"{name}.{kind}.{_NAME}.weight" for kind in ("lora_A", "lora_B"))
+        matrices = (f"{name}.{kind}.{NAME}.weight" for kind in ("lora_A", "lora_B"))
         a, b = map(_file_name, matrices)
         own, experts, flipped = "weight", 0, bool(getattr(layer, "fan_in_fan_out", False))
         if isinstance(layer, ParamWrapper):
@@ -131,7 +131,7 @@ def adapters(module: nn.Module) -> Iterator[Adapter]:
             if layer.get_param().ndim == 3:
                 experts, flipped = layer.num_experts, not layer._did_swap_in_out_features
         target = f"{name}.{own}".replace(".base_layer", "")
-        yield Adapter(target, a, b, layer.scaling[_NAME], experts, flipped)
+        yield Adapter(target, a, b, layer.scaling[NAME], experts, flipped)
 
 
 @torch.no_grad()
@@ -172,4 +172,4 @@ def _parameters(module: Any, settings: LoraSettings, layers: nn.ModuleList) -> l
 
 
 def _file_name(name: str) -> str:
-    return _PREFIX + name.replace(f".{_NAME}", "")
+    return _PREFIX + name.replace(f".{NAME}", "")

@@ -5,8 +5,8 @@ computes is `tunewright.training.step`, as in the other recipes: one round of th
 optimizer step of the plan, whatever number of micro-batches that takes on this rank. So the loss is
 the mean over all supervised tokens of a step, on all ranks, and rows come from the token store.
 
-A sharded model comes here sharded, and says that it is: accelerate would load the whole of it on
-every rank first, and on CPUs take DDP instead without a word.
+A sharded model comes here sharded, and accelerate is to leave it as it is, as one to evaluate: it
+would load the whole of it on every rank first, or wrap what is sharded in DDP.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,6 @@ class AdapterTrainer(SFTTrainer):  # type: ignore[misc]
         self.settings = settings
         self.course = course
         self.result: StepResult | None = None
-        model.peft.is_distributed_loading_by_transformers = model.sharded
         super().__init__(
             model=model.peft,
             args=_arguments(settings, course, folder, steps.world.device),
@@ -82,6 +82,9 @@ class AdapterTrainer(SFTTrainer):  # type: ignore[misc]
             callbacks=[_Around(self)],
         )
         self.remove_callback(PrinterCallback)
+        if model.sharded:
+            prepare = partial(self.accelerator.prepare_model, evaluation_mode=True)
+            self.accelerator.prepare_model = prepare
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Numbers of steps; the step itself takes its packs, which are made ahead of it."""

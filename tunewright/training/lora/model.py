@@ -15,11 +15,12 @@ from torch import nn
 from tunewright.contract.settings import LoraSettings
 from tunewright.training import attention, weights
 from tunewright.training.base import BaseModel, read_config
-from tunewright.training.lora import adapters
+from tunewright.training.lora import adapters, experts
 from tunewright.training.model import (
     ShardedModel,
     compute_dtype,
     decoder_layers,
+    gather_singly,
     mesh_of,
     ready,
     shard_outer,
@@ -31,7 +32,8 @@ from tunewright.training.plan import seed_of
 from tunewright.training.world import World
 
 _OF_DEVICE = 0.5
-"""Of a device's memory that whole frozen weights and the adapters' states may take."""
+"""Of a device's memory that whole frozen weights and the adapters' states may take; and that shards
+may take before their layers are gathered one at a time."""
 _ADAPTER_BYTES = 16
 """Of each adapter's number: fp32, with its gradient and AdamW's two moments."""
 
@@ -41,11 +43,13 @@ class AdaptedModel(ShardedModel):
     """A model of which only the adapters train; `parameters` are these, by PEFT's names, fp32.
 
     The frozen weights are stored in `dtype`. peft: PEFT's own view of the same model. sharded: by
-    FSDP, frozen weights and adapters alike; else both are whole on every rank.
+    FSDP, frozen weights and adapters alike; else both are whole on every rank. grouped: experts
+    with adapters never make their adapted weights.
     """
 
     peft: Any = None
     sharded: bool = True
+    grouped: bool = False
 
     @property
     def count(self) -> int:
@@ -110,24 +114,28 @@ def build(base: BaseModel, settings: LoraSettings, world: World, *, random: bool
     fill = _make_random if random else _load
     fill(module, base, settings, dtype, sharded, world)
     adapters.begin(module, settings.seed, world)
+    grouped = not settings.plain and experts.attach(module, adapters.NAME)
     if not sharded and dtype != torch.float32:
         # FSDP computes in `dtype` by itself; whole models need telling, their adapters are fp32.
         module.forward = torch.autocast(world.device.type, dtype)(module.forward)
     on_gpu = world.device.type == "cuda"
     # PEFT puts the adapters of experts in place anew in each call, which no compiler follows.
-    compiled = settings.compiles(on_gpu) and not adapters.has_experts(module)
+    followed = grouped or not adapters.has_experts(module)
     model = AdaptedModel(
         module.train(),
         dict(adapters.adapter_parameters(module)),
         tied,
         dtype,
         "bf16" if dtype == torch.bfloat16 else "fp32",
-        compiled,
+        settings.compiles(on_gpu) and followed,
         None,
         whole=not sharded,
         peft=peft,
         sharded=sharded,
+        grouped=grouped,
     )
+    if sharded and _frozen_bytes(module, dtype) / world.size > _OF_DEVICE * _memory(world.device):
+        gather_singly(model)
     return ready(model, settings, world.device)
 
 
@@ -135,10 +143,13 @@ def is_sharded(settings: LoraSettings, module: nn.Module, dtype: torch.dtype, wo
     """Whether the model is to be sharded: as set, or where it takes too much of some device."""
     if settings.sharding != "auto":
         return settings.sharding == "fsdp"
-    frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    needed = frozen * dtype.itemsize + trained * _ADAPTER_BYTES
+    needed = _frozen_bytes(module, dtype) + trained * _ADAPTER_BYTES
     return not all(world.gathered(needed <= _OF_DEVICE * _memory(world.device)))
+
+
+def _frozen_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    return dtype.itemsize * sum(p.numel() for p in module.parameters() if not p.requires_grad)
 
 
 def _memory(device: torch.device) -> float:
