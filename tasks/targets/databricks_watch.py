@@ -1,7 +1,7 @@
 """One job on the platform from its submission to its end: polled, shown, timed out, cancelled.
 
-What was seen of it (when it began to run, why it was cancelled, its MLflow run) is written down once,
-for whoever follows it after us.
+What was seen of it (when it began to run, why it was cancelled, its MLflow run) is written down
+once, for whoever follows it after us.
 """
 
 from __future__ import annotations
