@@ -37,7 +37,7 @@ $(VENV)/.core: $(BIN)/uv pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.all: $(VENV)/.core
-	$(INSTALL) --compile-bytecode --editable '.[train,hub,lora,ray,ray-train]' --group pipeline --group test
+	$(INSTALL) --compile-bytecode --editable '.[train,hub,lora,ray,ray-train,databricks]' --group pipeline --group test
 	$(INSTALL) --compile-bytecode --no-deps --target $(VENV)/fp8 --group fp8
 	touch $@
 

@@ -5,7 +5,7 @@ ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 FROM ${PYTHON_IMAGE}
 
 ARG UV_VERSION=0.13.9
-ARG EXTRAS=data,registry
+ARG EXTRAS=data,registry,databricks
 
 # git tells which files a snapshot of code takes. Debian keeps one version of it per release.
 # hadolint ignore=DL3008

@@ -55,13 +55,21 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @cli.command()
 @_workload_options
+@click.option("--target", type=click.Choice(["databricks"]), help="Look there too; not offline.")
+@click.option("--register", "register_as", metavar="NAME", help="Name of the registered model.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def check(file: Path, overrides: dict[str, str], as_json: bool) -> None:
-    """Validate a workload offline and show the plan."""
+def check(
+    file: Path, overrides: dict[str, str], target: str | None, register_as: str | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Validate a workload and show the plan: offline, or with what a platform lacks for it."""
     from tasks import plan
 
     try:
-        found = plan.plan(Workload.load(file, overrides))
+        workload = Workload.load(file, overrides)
+        found = plan.plan(workload)
+        if target:
+            found |= plan.on_platform(workload, target, register_as)
     except UserError as error:
         if not as_json:
             raise
@@ -73,6 +81,8 @@ def check(file: Path, overrides: dict[str, str], as_json: bool) -> None:
         _print_json(found)
     else:
         click.echo("\n".join(plan.text(found)))
+    if not found["valid"]:
+        sys.exit(2)
 
 
 @cli.command()
@@ -204,6 +214,19 @@ def import_file(
     if output is None:
         click.echo(found.text, nl=False)
     click.echo("\n".join(found.narration()), err=True)
+
+
+@cli.command(name="export")
+@_workload_options
+@click.option("--bundle", type=click.Path(path_type=Path), required=True, help="Write it there.")
+@click.option("--force", is_flag=True, help="Also into a folder that is not empty.")
+def export_bundle(file: Path, overrides: dict[str, str], bundle: Path, force: bool) -> None:
+    """Write a workload as a Databricks bundle, for a schedule there without Prefect."""
+    from flows import launcher
+
+    for name in launcher.export_bundle(file, overrides, bundle, force=force):
+        click.echo(name)
+    click.echo(f"wrote {bundle}; deploy it with: databricks bundle deploy", err=True)
 
 
 def _write_new(path: Path, text: str, force: bool) -> None:

@@ -6,12 +6,15 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks import plan, requirements
-from tasks.targets import target_named
+import yaml
+
+from tasks import plan, requirements, snapshot
+from tasks.targets import is_platform, target_named
 from tunewright.contract.failures import UserError
 from tunewright.contract.receipt import saving, speed, time_table
 from tunewright.contract.rundir import RunDir
@@ -49,12 +52,14 @@ def dry_run(file: Path, overrides: Mapping[str, str], **options: Any) -> dict[st
         nodes=placement.nodes,
         procs_per_node=placement.procs_per_node,
         env_variables=workload.env_variables,
-        code=Path(found["paths"]["run"], "code") if workload.code_source else None,
+        code=_code(workload, Path(found["paths"]["run"])),
         has_parameters=bool(workload.parameters),
         mlflow={"MLFLOW_RUN_ID": "<run id>", "MLFLOW_TRACKING_URI": "<tracking URI>"},
         deadline_s=workload.timeout_minutes * 60 if workload.timeout_minutes else None,
     )
     target = target_named(options["target"])
+    if is_platform(options["target"]):
+        return {**found, "requests": target.dry_requests(job, workload)}
     nodes = [target.node_of(job, rank, 0, placement) for rank in range(job.nodes)]
     own = [sorted(set(node.env) - set(os.environ)) for node in nodes]
     return {
@@ -67,10 +72,33 @@ def dry_run(file: Path, overrides: Mapping[str, str], **options: Any) -> dict[st
     }
 
 
+def export_bundle(
+    file: Path, overrides: Mapping[str, str], folder: Path, *, force: bool
+) -> list[str]:
+    """Write a workload as a bundle of the platform; the names of its files."""
+    from tasks.targets import databricks_bundle
+
+    workload = Workload.load(file, overrides)
+    if workload.code_source is None:
+        return databricks_bundle.write(workload, folder, None, force=force)
+    with tempfile.TemporaryDirectory(prefix="tunewright-bundle-") as scratch:
+        packed = snapshot.snapshot(workload.code_source)
+        code = snapshot.unpack(packed, Path(scratch))
+        return databricks_bundle.write(workload, folder, code, force=force)
+
+
 def dry_text(found: Mapping[str, Any]) -> Iterator[str]:
     """A dry run for the reader."""
     yield from plan.text(found)
-    for launch in found["launches"]:
+    for request in found.get("requests", []):
+        yield ""
+        yield f"{request['method']} {request['path']}"
+        rest = {key: part for key, part in request.items() if key in ("query", "body")}
+        yield from (yaml.safe_dump(rest, sort_keys=False).rstrip().splitlines() if rest else ())
+        if "content" in request:
+            yield "content: |"
+            yield from (f"  {line}" for line in request["content"].splitlines())
+    for launch in found.get("launches", []):
         yield f"  node {launch['node']} runs {' '.join(launch['argv'][:2])} with the command above"
         yield f"    and {', '.join(launch['environment'])}"
 
@@ -129,11 +157,22 @@ def _this_command() -> str:
     return f"TUNEWRIGHT_HOME={shlex.quote(given)} {program}" if given else program
 
 
+def _code(workload: Workload, run: Path) -> Path | None:
+    """Where the snapshot would be unpacked."""
+    if workload.code_source is None:
+        return None
+    packed = snapshot.snapshot(workload.code_source)
+    return run / "code" / packed.sha256[:12] / packed.folder
+
+
 def _refuse(workload: Workload, options: Mapping[str, Any]) -> Any:
     if options["fresh"] and options["resume"]:
         raise UserError("--fresh and --resume are both given; keep one")
     target = target_named(options["target"])
-    requirements.check(workload)
+    if is_platform(options["target"]):
+        target.check_name(options["register_as"], workload)
+    else:
+        requirements.check(workload)
     return target.place(
         workload, simulate=options["simulate"], procs_per_node=options["procs_per_node"]
     )

@@ -22,8 +22,17 @@ def next_number(run: RunDir) -> int:
     return max(run.attempts(), default=0) + 1
 
 
+def open_number(run: RunDir) -> int | None:
+    """The last attempt when its end was never recorded: whoever followed it was killed."""
+    last = max(run.attempts(), default=0)
+    is_open = last and not (run.attempt_state(last) / "ended.json").exists()
+    return last if is_open else None
+
+
 def begin(run: RunDir, attempt: int) -> None:
-    """Record an attempt as started."""
+    """Record an attempt as started; one that is gone on with began when it began."""
+    if (run.attempt_state(attempt) / "started.json").exists():
+        return
     facts = {"attempt": attempt, "started": time.time()}
     write_json(run.attempt_state(attempt) / "started.json", facts)
 
@@ -35,7 +44,9 @@ def conclude(run: RunDir, attempt: int, ending: Ending) -> None:
         "stopped_by": ending.stopped_by,
         "failure": ending.failure,
         "ended": time.time(),
-        "checkpoint_step": newest_step(run),
+        "checkpoint_step": newest_step(run)
+        if ending.checkpoint_step is None
+        else ending.checkpoint_step,
     }
     write_json(run.attempt_state(attempt) / "ended.json", facts)
 

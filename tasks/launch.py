@@ -13,7 +13,8 @@ from prefect.cache_policies import NO_CACHE
 from tasks import attempts, hyperparameters, ui
 from tasks.nouns import Secrets, Shards, Tokens
 from tasks.policy import told
-from tasks.run import Run, TimedOut
+from tasks.run import Cancelled, Run, TimedOut
+from tasks.targets import is_platform
 from tasks.targets.job import Ending, Job
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.progress import trained_percent
@@ -41,8 +42,10 @@ def launch(run: Run, tokens: Tokens, secrets: Secrets) -> Shards:
         ui.say("the command has already ended well in this run; not launching it again")
         return Shards(run.dir)
     parameters = hyperparameters.of_run(run, tokens.path)
+    if is_platform(run.options.target):
+        parameters = run.target.parameters_of(run.workload, parameters)
     write_text(run.dir.hyperparameters, yaml.safe_dump(parameters, sort_keys=False))
-    job = job_of(run, attempts.next_number(run.dir))
+    job = job_of(run, _number(run))
     attempts.begin(run.dir, job.attempt)
     ui.say(f"attempt {job.attempt}: {job.nodes} nodes x {job.procs_per_node} processes")
     bar = ui.ProgressBar("training-progress", "Steps that are trained")
@@ -55,14 +58,23 @@ def launch(run: Run, tokens: Tokens, secrets: Secrets) -> Shards:
             cancelled=run.is_cancelled,
             started=run.lock.guarded_by,
         )
-    except BaseException:
-        attempts.conclude_interrupted(run.dir, job.attempt)
+    except BaseException as error:
+        # Of an attempt on a platform nobody may know how it is; then the next start looks.
+        if not getattr(error, "unsettled", False):
+            attempts.conclude_interrupted(run.dir, job.attempt)
         raise
     attempts.conclude(run.dir, job.attempt, ending)
+    run.link_platform(job.attempt)
     if not ending.well:
         raise failure_of(run, job.attempt, ending)
     bar.end()
     return Shards(run.dir)
+
+
+def _number(run: Run) -> int:
+    """The attempt to run: on a platform one that is still open, since its job may be going on."""
+    going_on = attempts.open_number(run.dir) if is_platform(run.options.target) else None
+    return going_on or attempts.next_number(run.dir)
 
 
 def job_of(run: Run, attempt: int) -> Job:
@@ -85,6 +97,8 @@ def job_of(run: Run, attempt: int) -> Job:
 def failure_of(run: Run, attempt: int, ending: Ending) -> TunewrightError:
     """What an attempt's bad ending means: what failed, where, the end of that log, and the rest."""
     run.raise_if_cancelled()
+    if ending.stopped_by == "cancel":
+        return Cancelled(f"attempt {attempt} was cancelled on the platform")
     failure = ending.failure or UNTOLD
     stuck = attempts.without_progress(run.dir)
     if failure["class"] == "timeout":

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tasks import volumes
+from tasks.targets import target_named
 from tunewright.contract.datasettings import BATCH_NAMES
 from tunewright.contract.rundir import RunDir
 from tunewright.contract.workload import Workload
@@ -46,6 +47,20 @@ def plan(workload: Workload) -> dict[str, Any]:
     }
 
 
+def on_platform(workload: Workload, target: str, register_as: str | None) -> dict[str, Any]:
+    """What a platform says to this workload; `valid` is then whether it lacks nothing there.
+
+    Asks the network. Raises UserError where nobody lets us in.
+    """
+    module = target_named(target)
+    module.place(workload, simulate=False, procs_per_node=None)
+    module.check_name(register_as, workload)
+    found = module.look(workload, register_as)
+    lacking = [f for f in found["findings"] if f["state"] == "missing"]
+    notes = [*workload.warnings(), *module.notes_of(workload)]
+    return {"platform": found, "valid": not lacking, "warnings": notes}
+
+
 def text(found: Mapping[str, Any]) -> Iterator[str]:
     """The plan for a reader, line by line."""
     retries, minutes = found["attempts"] - 1, found["timeout_minutes"]
@@ -77,6 +92,10 @@ def text(found: Mapping[str, Any]) -> Iterator[str]:
     for name, path in found["paths"].items():
         if path:
             yield f"  {name:<13} {path}"
+    if platform := found.get("platform"):
+        yield f"  workspace     {platform['host']} as {platform['user']} ({platform['auth']})"
+        for finding in platform["findings"]:
+            yield f"    {finding['state']:<11} {finding['what']}: {finding['message']}"
     yield "  command"
     yield from (f"    {line}" for line in found["command"].rstrip().splitlines())
     yield from (f"  note: {warning}" for warning in found["warnings"])

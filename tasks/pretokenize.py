@@ -13,6 +13,7 @@ from tasks.nouns import Secrets, Tokens
 from tasks.policy import told
 from tasks.program import run_program
 from tasks.run import Run
+from tasks.targets import is_platform
 from tunewright.contract.progress import percent_of
 from tunewright.contract.rundir import read_json, write_json, write_text
 
@@ -40,6 +41,8 @@ def wanted(run: Run) -> bool:
 def _tokenize(run: Run, secrets: Secrets) -> dict[str, Any]:
     settings = hyperparameters.of_run(run, tokens_path=None)
     write_text(run.dir.hyperparameters, yaml.safe_dump(settings, sort_keys=False))
+    if is_platform(run.options.target):
+        run.target.bring_inputs(run.workload, ui.say)
     tokens = run.dir.root.parent / "tokens"
     page = run.dir.audit
     page.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from tasks import ui
 from tasks.nouns import Secrets
 from tasks.policy import told
 from tasks.run import Run
+from tasks.targets import databricks_secrets, is_platform
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.scrub import SHORTEST, Scrubber
 
@@ -22,7 +23,8 @@ from tunewright.contract.scrub import SHORTEST, Scrubber
 @told
 def resolve_secret(run: Run) -> Secrets:
     """Look up every secret that the workload names; values stay in memory."""
-    secrets = look_up(run.workload.secrets)
+    known = is_platform(run.options.target)
+    secrets = known_here(run) if known else look_up(run.workload.secrets)
     run.scrubber = Scrubber(secrets.values)
     for name in sorted(secrets.values):
         short = len(secrets.values[name]) < SHORTEST
@@ -31,21 +33,34 @@ def resolve_secret(run: Run) -> Secrets:
     return secrets
 
 
+def known_here(run: Run) -> Secrets:
+    """The values that this machine knows, for pre-tokenizing and for masking: maybe none.
+
+    The platform gives the command its secrets; here is only checked that they exist there.
+    """
+    run.target.require(run.workload)
+    found = {}
+    for name, reference in run.workload.secrets.items():
+        ui.say(f"secret {name} from {reference}: the platform has it")
+        if value := os.environ.get(name) or _from_block(block_name(reference)):
+            found[name] = value
+    return Secrets(found)
+
+
 def look_up(references: dict[str, str]) -> Secrets:
-    """Values of {NAME: scope/key}: environment, then a Prefect Secret block.
+    """Values of {NAME: scope/key}: environment, then a Prefect Secret block, then Databricks.
 
     Raises UserError that names, for every missing one, each place that was searched.
     """
     found, missing = {}, []
     for name, reference in references.items():
         value = os.environ.get(name) or _from_block(block_name(reference))
-        if value:
-            found[name] = value
-        else:
+        try:
+            found[name] = value or databricks_secrets.value_of(reference)
+        except UserError as error:
             missing.append(
                 f"{name} ({reference}): not in the environment variable {name}, "
-                f"no Prefect Secret block {block_name(reference)!r}, "
-                "and Databricks secrets are not searched in this version"
+                f"no Prefect Secret block {block_name(reference)!r}, and {error}"
             )
     if missing:
         raise UserError("secrets are missing:\n  " + "\n  ".join(missing))

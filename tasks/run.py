@@ -15,7 +15,7 @@ import yaml
 
 from tasks import attempts, requirements, snapshot, ui, volumes
 from tasks.choose import Chosen, choose, code_of_tunewright
-from tasks.targets import target_named
+from tasks.targets import is_platform, target_named
 from tasks.targets.guardian import undisturbed
 from tasks.tracker import Tracker, TrackingFailed
 from tunewright.contract.failures import TunewrightError, UserError
@@ -92,8 +92,12 @@ class Run:
 
     def _look(self) -> list[str]:
         """Notes on the way, and refusals, before anything is written."""
-        notes = [*self.workload.warnings(), *volumes.notes(self.workload)]
-        notes += requirements.check(self.workload)
+        notes = self.workload.warnings()
+        if is_platform(self.options.target):
+            notes += self.target.notes_of(self.workload)
+            self.target.check_name(self.options.register_as, self.workload)
+        else:
+            notes += [*volumes.notes(self.workload), *requirements.check(self.workload)]
         notes += [self.placement.note] if self.placement.note else []
         return [*notes, *self.target.notes(self.workload.env_variables)]
 
@@ -159,6 +163,20 @@ class Run:
         """The same when the run is open already, so that nobody waits for it."""
         return self.mlflow() if self.tracker.opened else {}
 
+    def link_platform(self, attempt: int) -> None:
+        """Tag our MLflow run with the one that the platform made for an attempt, and copy its
+        metrics.
+        """
+        found = read_json(self.dir.platform(attempt, "mlflow"))
+        if found is None:
+            return
+        tags = {f"tunewright.attempt_{attempt}.mlflow_run": found["url"]}
+        history = read_json(self.dir.platform(attempt, "metrics")) or {}
+        try:
+            self.tracker.log(tags=tags, history=history)
+        except (TrackingFailed, UserError) as error:
+            ui.say(f"the platform's MLflow run could not be linked: {error}", logging.WARNING)
+
     def is_cancelled(self) -> bool:
         """Whether someone asked for the end of this run: by its folder, or through Prefect."""
         if self._cancelled or self.dir.cancel_request.exists():
@@ -204,6 +222,8 @@ class Run:
             except OSError as away:
                 artifacts = []
                 ui.say(f"the receipt cannot be written: {sentence(away)}", logging.ERROR)
+            if is_platform(self.options.target):
+                self.target.keep_records(self.dir, ui.say)
             self._leave_mlflow(MLFLOW_STATUS[state], artifacts=artifacts, tags=self.tags())
             ui.publish(self.receipt)
             with suppress(OSError):

@@ -58,6 +58,12 @@ class Tracker:
                 raise
         return self.opened
 
+    def log(self, **parts: Any) -> None:
+        """Log tags, or metrics at a step; raises TrackingFailed when that cannot be done."""
+        _ = self.run
+        self._send({"log": parts})
+        self._answer()
+
     def finish(self, status: str, **parts: Any) -> None:
         """Write the final status (FINISHED, FAILED, KILLED) last, and end the process.
 

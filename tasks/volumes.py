@@ -6,16 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tunewright.contract.mirror import VOLUMES, here
 from tunewright.contract.rundir import home
 from tunewright.contract.workload import Workload
-
-VOLUMES = "/Volumes/"
 
 
 def mapped(value: Any) -> Any:
     """A value with every string in it that starts with /Volumes/ mapped, when not mounted."""
     if isinstance(value, str):
-        return _mapped_path(value)
+        return str(here(value)) if value.startswith(VOLUMES) else value
     if isinstance(value, dict):
         return {key: mapped(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -41,12 +40,3 @@ def notes(workload: Workload) -> list[str]:
     if left := sorted({path for path in named if mapped(path) != path}):
         found.append(f"{left[0]} is in command or env_variables, which are not rewritten")
     return found
-
-
-def _mapped_path(value: str) -> str:
-    if not value.startswith(VOLUMES):
-        return value
-    # /Volumes/<catalog>/<schema>/<volume> is the mount; macOS has a /Volumes of its own.
-    if Path(*Path(value).parts[:5]).is_dir():
-        return value
-    return str(home() / value.lstrip("/"))

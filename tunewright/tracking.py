@@ -7,7 +7,7 @@ then `finish`:
 
     {"open": {"experiment", "run_name", "run_id", "tags", "params", "artifact_location"}}
         → {"run_id", "experiment_id", "tracking_uri", "artifact_uri"}
-    {"log": {"params", "metrics", "step", "tags", "artifacts"}}     → {"ok": true}
+    {"log": {"params", "metrics", "history", "step", "tags", "artifacts"}}     → {"ok": true}
     {"finish": "FINISHED" | "FAILED" | "KILLED", "artifacts", …}    → {"ok": true}, and the end
 
 What goes wrong is replied as {"error": one sentence, "class": its failure class}. When stdin ends
@@ -61,12 +61,20 @@ class TrackedRun:
         self.log({"params": wanted.get("params"), "tags": wanted.get("tags")})
 
     def log(self, wanted: Mapping[str, Any]) -> None:
-        """Log parameters, metrics (at `step`), tags, and files or folders as artifacts."""
+        """Log parameters, metrics (at `step`), tags, and files or folders as artifacts.
+
+        `history` are metrics of another run: {name: [{"value", "step", "timestamp" in ms}]}.
+        """
         from mlflow.entities import Metric, Param, RunTag
 
         now, step = int(time.time() * 1000), int(wanted.get("step") or 0)
         params = [Param(k, v) for k, v in self._new_params(wanted.get("params") or {}).items()]
         metrics = [Metric(k, float(v), now, step) for k, v in (wanted.get("metrics") or {}).items()]
+        metrics += [
+            Metric(name, float(each["value"]), int(each["timestamp"]), int(each["step"]))
+            for name, values in (wanted.get("history") or {}).items()
+            for each in values
+        ]
         tags = [RunTag(k, str(v)[:_MAX_TAG_CHARS]) for k, v in (wanted.get("tags") or {}).items()]
         with mlflow_store.explained():
             for kind, found in (("params", params), ("metrics", metrics), ("tags", tags)):

@@ -7,17 +7,22 @@ from types import ModuleType
 
 from tunewright.contract.failures import UserError
 
-_HOMES = {"local": "tasks.targets.local", "ray": "tasks.targets.ray_cluster"}
-_LATER = {"databricks": "Databricks AI Runtime"}
+_HOMES = {
+    "local": "tasks.targets.local",
+    "ray": "tasks.targets.ray_cluster",
+    "databricks": "tasks.targets.databricks",
+}
 
 
 def target_named(name: str) -> ModuleType:
     """The target's module; only the one in use is imported. Raises UserError for another name."""
     if name in _HOMES:
         return import_module(_HOMES[name])
-    if name in _LATER:
-        raise UserError(
-            f"target {name} ({_LATER[name]}) is not part of this version; use --target local "
-            "(in a deployment: -p target=local), with simulate where the GPUs are missing"
-        )
     raise UserError(f"target {name!r} is unknown; known: {', '.join(sorted(_HOMES))}")
+
+
+def is_platform(name: str) -> bool:
+    """Whether jobs run on a platform that keeps them: it installs what they need, resolves their
+    secrets, and goes on with a job while nobody follows it.
+    """
+    return name == "databricks"

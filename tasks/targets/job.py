@@ -35,6 +35,8 @@ class Ending:
     stopped_by: str | None
     tail: str
     nodes: tuple[Mapping[str, Any], ...]
+    checkpoint_step: int | None = None
+    """The newest sealed checkpoint, where the flow cannot see the folder itself."""
 
     @property
     def well(self) -> bool:

@@ -27,6 +27,7 @@ def worker(prefect_server, tmp_path_factory) -> Iterator[Home]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
     env = {
         **kept, "PREFECT_API_URL": prefect_server, "TUNEWRIGHT_HOME": str(path),
+        "DATABRICKS_CONFIG_FILE": str(path / "none"),
         "HF_TOKEN": "hf_of_the_worker", "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_WORKER_PREFETCH_SECONDS": "1",
     }  # fmt: skip
@@ -81,12 +82,11 @@ def test_tiny(worker) -> None:
     assert receipt["registered"] == {"name": "tiny", "version": 1, "alias": None}
 
 
-def test_llama_is_refused_by_name_until_its_target_exists(worker, api) -> None:
+def test_llama_is_refused_where_no_workspace_is_configured(worker, api) -> None:
     found = _deployment_run(worker, "sft/llama")
     assert found.returncode == 1
-    named = {"flow_runs": {"name": {"any_": ["sft llama"]}}}
-    (flow_run,) = api("/flow_runs/filter", named)
-    assert flow_run["state"]["message"].startswith("target databricks (Databricks AI Runtime) is")
+    (flow_run,) = api("/flow_runs/filter", {"flow_runs": {"name": {"like_": "llama-"}}})
+    assert "no Databricks workspace is configured" in flow_run["state"]["message"]
 
 
 def test_llama_on_two_simulated_nodes(worker) -> None:
@@ -100,10 +100,11 @@ def test_llama_on_two_simulated_nodes(worker) -> None:
     found = _deployment_run(worker, "sft/llama", simulate=True, target="local", set=sets)
     assert found.returncode == 0, found.stdout + found.stderr
     folder = worker.path / "Volumes/main/default/air_checkpoints/llama31-8b-sft"
-    (run,) = folder.glob("llama-*")
+    (run,) = (path.parent for path in folder.glob("llama-*/model"))
     receipt = json.loads((run / "receipt.json").read_text())
     assert (receipt["nodes"], receipt["world_size"], receipt["steps"]) == (2, 2, 3)
-    assert receipt["registered"] == {"name": "llama", "version": 1, "alias": None}
+    name = "main.default.llama31_8b_sft"
+    assert receipt["registered"] == {"name": name, "version": 1, "alias": None}
     assert not [p for p in run.rglob("*") if p.is_file() and b"hf_of_the_worker" in p.read_bytes()]
     planned = json.loads(
         worker.call("check", str(ROOT / "deployments/llama.yaml"), "--json").stdout

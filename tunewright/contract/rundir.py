@@ -144,6 +144,13 @@ class RunDir:
     def node_exit(self, attempt: int, node: int) -> Path:
         return self.attempt_state(attempt) / f"node-{node}.json"
 
+    def platform(self, attempt: int, fact: str) -> Path:
+        """A fact about an attempt's job on a platform, in a file of its own, written once.
+
+        Facts are submitting, job, running, cancel, mlflow and metrics.
+        """
+        return self.attempt_state(attempt) / f"platform-{fact}.json"
+
     def events(self, attempt: int) -> Path:
         return self.attempt_logs(attempt) / EVENTS
 

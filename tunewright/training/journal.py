@@ -12,15 +12,15 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import psutil
 import torch
 
-from tunewright.contract.failures import UserError
 from tunewright.contract.progress import step_of
 from tunewright.contract.receipt import time_table
 from tunewright.training.checkpoint import Found, Progress
+from tunewright.training.eventfile import EventFile
 from tunewright.training.saving import Saved
 from tunewright.training.step import StepResult
 from tunewright.training.timing import Clock, Pace, Sum, compiled_graphs
@@ -46,13 +46,13 @@ class Journal:
         self.clock = Clock(world.device)
         self._pace = Pace()
         self._since_line = Sum()
-        self._file: IO[str] | None = None
+        self._file: EventFile | None = None
         self._begun = self._mark = time.perf_counter()
         self._steps = 0
         self._flops_per_token: float | None = None
         self._ceiling: float | None = None
         if world.main:
-            self._file = _opened(path)
+            self._file = EventFile(path)
 
     def started(
         self,
@@ -226,8 +226,8 @@ class Journal:
     def _write(self, event: str, **facts: Any) -> None:
         if self._file is not None:
             line = {"event": event, "time": time.time(), **facts}
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
-            self._file.flush()
+            text = json.dumps(line, allow_nan=False) + "\n"
+            self._file.write(text, now=event in ("checkpoint", "end"))
 
     def say(self, line: str) -> None:
         """A line for the reader, from rank 0."""
@@ -238,16 +238,6 @@ class Journal:
         """Since the last thing told."""
         before, self._mark = self._mark, time.perf_counter()
         return self._mark - before
-
-
-def _opened(path: Path) -> IO[str]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a")
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror}; set output_dir to a folder that can be written"
-        ) from error
 
 
 def step_line(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +17,8 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+
+from tunewright.contract.rundir import needs_staging
 
 SUFFIX = ".distcp"
 
@@ -62,7 +66,10 @@ class Writer(FileSystemWriter):
 
 
 class _Files(FileSystem):
-    """The file system, with hashes of the tensors' files as they are written."""
+    """The file system, with hashes of the tensors' files as they are written.
+
+    Where a mount takes whole files only, each is made on the local disk and copied there.
+    """
 
     def __init__(self, abandoned: threading.Event) -> None:
         self.abandoned = abandoned
@@ -71,13 +78,32 @@ class _Files(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as stream:
-            if mode != "wb" or Path(path).suffix != SUFFIX:
+        place = Path(path)
+        with self._staged(place, mode) as file, super().create_stream(file, mode) as stream:
+            if mode != "wb" or place.suffix != SUFFIX:
                 yield stream
                 return
             hashed = _Hashed(stream, self)
             yield hashed
-            self.hashes[Path(path).name] = hashed.entry()
+            self.hashes[place.name] = hashed.entry()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        if needs_staging(Path(new_path)):
+            shutil.copyfile(path, new_path)
+            os.unlink(path)
+        else:
+            super().rename(path, new_path)
+
+    @contextmanager
+    def _staged(self, place: Path, mode: str) -> Iterator[Path]:
+        """Where to write the file: its place, or the local disk, from which it is copied then."""
+        if mode != "wb" or not needs_staging(place):
+            yield place
+            return
+        with tempfile.TemporaryDirectory(prefix="tunewright-save-") as scratch:
+            draft = Path(scratch, place.name)
+            yield draft
+            shutil.copyfile(draft, place)
 
 
 class _Hashed(io.IOBase):

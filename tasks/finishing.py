@@ -1,0 +1,69 @@
+"""consolidate and register as one job on a platform: where the volume is, and the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tasks import attempts, ui
+from tasks.program import ProgramFailed
+from tasks.run import Cancelled, Run
+from tasks.targets import databricks_finish, is_platform
+from tasks.targets.job import Ending
+from tunewright.contract.failures import DataError, TunewrightError, UserError
+from tunewright.contract.rundir import read_json
+
+_CLASSES = {"user": UserError, "data": DataError}
+
+
+def is_elsewhere(run: Run) -> bool:
+    return is_platform(run.options.target)
+
+
+def finished(run: Run) -> dict[str, Any] | None:
+    """{"consolidate", "register"} of this run's job, made now or before.
+
+    None when the command left nothing. Raises UserError, DataError or ProgramFailed with the job's
+    own sentence.
+    """
+    known = read_json(databricks_finish.result_of(run.dir))
+    if known is not None and (known["register"] or not run.options.register_as):
+        return known
+    if not databricks_finish.left_something(run.dir):
+        return None
+    folder = databricks_finish.folder_of(run.dir)
+    number = attempts.open_number(folder) or attempts.next_number(folder)
+    attempts.begin(folder, number)
+    ui.say("consolidating and registering on the platform, by a job of its own")
+    try:
+        ending, result = databricks_finish.finish(
+            run.dir,
+            number,
+            run.workload,
+            name=run.options.register_as,
+            tags=run.tags(),
+            say=lambda node, line: ui.say(line),
+            cancelled=run.is_cancelled,
+        )
+    except BaseException as error:
+        if not getattr(error, "unsettled", False):
+            attempts.conclude_interrupted(folder, number)
+        raise
+    attempts.conclude(folder, number, ending)
+    if result is None:
+        run.raise_if_cancelled()
+        raise _error_of(ending)
+    return dict(result)
+
+
+def _error_of(ending: Ending) -> TunewrightError:
+    if ending.stopped_by == "cancel":
+        return Cancelled("the job that consolidates was cancelled on the platform")
+    unknown = {"class": "unknown", "message": "it left no result"}
+    failure: Mapping[str, Any] = ending.failure or unknown
+    kind = _CLASSES.get(failure["class"])
+    if kind is not None:
+        return kind(str(failure["message"]))
+    error = ProgramFailed(f"the job that consolidates: {failure['message']}\n{ending.tail}")
+    error.failure_class = failure["class"]
+    return error

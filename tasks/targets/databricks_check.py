@@ -1,0 +1,229 @@
+"""`tunewright check --target databricks`: who and where we are, and what a workload lacks there.
+
+Every finding is {"what", "state": "ok" | "missing" | "unchecked", "message"}. Asking changes
+nothing; a secret is looked for in the list of its scope, and its value is never read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from tasks.targets.databricks_access import with_policy
+from tasks.targets.databricks_api import (
+    Missing,
+    Refused,
+    Workspace,
+    WorkspaceAway,
+    connect,
+    quoted,
+)
+from tunewright.contract.failures import UserError
+from tunewright.contract.parts import GPUS_PER_NODE
+from tunewright.contract.workload import Workload
+
+_CATALOG = "/api/2.1/unity-catalog"
+_VOLUME = re.compile(r"/Volumes/([^/]+)/([^/]+)/([^/]+)")
+_ALL = {"ALL_PRIVILEGES", "ALL PRIVILEGES", "MANAGE", "OWNERSHIP"}
+
+Finding = dict[str, str]
+
+
+def look(workload: Workload, register_as: str | None = None) -> dict[str, Any]:
+    """{"host", "user", "auth", "findings"} of the configured workspace for this workload.
+
+    Raises UserError when no workspace is configured, or it does not let us in.
+    """
+    workspace = connect()
+    found = {"host": workspace.host, "user": workspace.me, "auth": workspace.auth}
+    return {**found, "findings": list(findings(workspace, workload, register_as))}
+
+
+def findings(
+    workspace: Workspace, workload: Workload, register_as: str | None
+) -> Iterator[Finding]:
+    """Everything that a run of this workload needs there, one finding each."""
+    yield from _volume(workspace, str(workload.parameters.get("output_dir")))
+    source = workload.code_source
+    if source is not None and source.remote_volume:
+        yield from _volume(workspace, source.remote_volume)
+    if register_as:
+        yield from _model_schema(workspace, register_as)
+    lacking = missing_secrets(workspace, workload.secrets)
+    for name, reference in workload.secrets.items():
+        reason = lacking.get(name)
+        yield _finding(f"secret {name}", reason or f"{reference} is there", bool(reason))
+    yield _accelerator(workload.compute.accelerator_type)
+    yield from _policy(workspace, workload)
+    yield from _unchecked(workload)
+
+
+def missing_secrets(workspace: Workspace, secrets: Mapping[str, str]) -> dict[str, str]:
+    """{NAME: why} for every secret that is not there; one listing a scope, no value is read."""
+    scopes: dict[str, set[str] | str] = {}
+    found = {}
+    for name, reference in secrets.items():
+        scope, key = reference.split("/", 1)
+        if scope not in scopes:
+            scopes[scope] = _keys(workspace, scope)
+        keys = scopes[scope]
+        if isinstance(keys, str):
+            found[name] = keys
+        elif key not in keys:
+            found[name] = (
+                f"the scope {scope} has no key {key}; add it with "
+                f"`databricks secrets put-secret {scope} {key}`"
+            )
+    return found
+
+
+def require_secrets(workspace: Workspace, secrets: Mapping[str, str]) -> None:
+    """Raise UserError that names every secret which is not there, and where it was looked for."""
+    lacking = missing_secrets(workspace, secrets)
+    if lacking:
+        lines = [f"{name} ({secrets[name]}): {reason}" for name, reason in lacking.items()]
+        place = f"secrets are missing in the workspace {workspace.host}:\n  "
+        raise UserError(place + "\n  ".join(lines))
+
+
+def _keys(workspace: Workspace, scope: str) -> set[str] | str:
+    """The names in a scope, or why they cannot be listed."""
+    try:
+        found = workspace.get("/api/2.0/secrets/list", {"scope": scope})
+    except Missing:
+        return f"there is no scope {scope}; make it with `databricks secrets create-scope {scope}`"
+    except Refused as error:
+        return f"the scope {scope} cannot be listed ({error}); ask for READ on it"
+    return {str(secret["key"]) for secret in found.get("secrets") or []}
+
+
+def _volume(workspace: Workspace, path: str) -> Iterator[Finding]:
+    match = _VOLUME.match(path)
+    if match is None:
+        yield _finding(
+            "volume", f"{path} lies on no volume; write /Volumes/catalog/schema/volume/…"
+        )
+        return
+    catalog, schema, volume = match.groups()
+    name = f"{catalog}.{schema}.{volume}"
+    facts = _asked(workspace, f"{_CATALOG}/volumes/{quoted(name)}")
+    if isinstance(facts, Mapping):
+        yield _finding(f"volume {name}", "it is there", is_missing=False)
+        wanted = {"READ_VOLUME", "WRITE_VOLUME"}
+        yield from _privileges(workspace, "volume", name, [wanted], facts.get("owner"))
+        return
+    schema_facts = _asked(workspace, f"{_CATALOG}/schemas/{quoted(f'{catalog}.{schema}')}")
+    if isinstance(schema_facts, Mapping):
+        way = f"`databricks volumes create {catalog} {schema} {volume} MANAGED`"
+        yield _finding(f"volume {name}", f"{facts}; make it with {way}")
+    else:
+        yield _finding(
+            f"schema {catalog}.{schema}", f"{schema_facts}; so there is no volume either"
+        )
+
+
+def _model_schema(workspace: Workspace, register_as: str) -> Iterator[Finding]:
+    schema = register_as.rpartition(".")[0]
+    facts = _asked(workspace, f"{_CATALOG}/schemas/{quoted(schema)}")
+    if not isinstance(facts, Mapping):
+        yield _finding(f"schema {schema}", f"{facts}; {register_as} is registered in it")
+        return
+    yield _finding(f"schema {schema}", "it is there", is_missing=False)
+    wanted = [{"USE_CATALOG"}, {"USE_SCHEMA"}, {"CREATE_MODEL", "CREATE_FUNCTION"}]
+    yield from _privileges(workspace, "schema", schema, wanted, facts.get("owner"), any_of=True)
+
+
+def _privileges(
+    workspace: Workspace,
+    kind: str,
+    name: str,
+    wanted: Iterable[set[str]],
+    owner: Any,
+    *,
+    any_of: bool = False,
+) -> Iterator[Finding]:
+    """One finding on what we may do: of each set all, or with `any_of` one, is needed."""
+    what = f"privileges on {kind} {name}"
+    if owner == workspace.me:
+        yield _finding(what, "you own it", is_missing=False)
+        return
+    found = _asked(workspace, f"{_CATALOG}/effective-permissions/{kind}/{quoted(name)}")
+    if not isinstance(found, Mapping):
+        yield {"what": what, "state": "unchecked", "message": found}
+        return
+    held = {
+        str(privilege.get("privilege")).replace(" ", "_")
+        for assignment in found.get("privilege_assignments") or []
+        if assignment.get("principal") in workspace.principals
+        for privilege in assignment.get("privileges") or []
+    }
+    test: Callable[[set[str]], bool] = (
+        (lambda w: bool(w & held)) if any_of else (lambda w: w <= held)
+    )
+    word = " or " if any_of else ", "
+    lacking = [word.join(sorted(w - held)) for w in wanted if not test(w)]
+    if held & _ALL or not lacking:
+        yield _finding(what, "as they are needed", is_missing=False)
+    else:
+        yield _finding(what, f"not granted: {', '.join(lacking)}; ask the owner ({owner})")
+
+
+def _accelerator(kind: str) -> Finding:
+    known = ", ".join(GPUS_PER_NODE)
+    message = f"{kind} is none of {known}; the platform may know it"
+    if kind in GPUS_PER_NODE:
+        return _finding("accelerator type", f"{kind}; capacity shows when it is asked for", False)
+    return {"what": "accelerator type", "state": "unchecked", "message": message}
+
+
+def _policy(workspace: Workspace, workload: Workload) -> Iterator[Finding]:
+    """Policies are the account's; a workspace's own address answers for them only sometimes."""
+    if workload.usage_policy_name:
+        what = f"usage policy {workload.usage_policy_name}"
+        try:
+            found = with_policy(workspace, workload)
+        except UserError as error:
+            yield _finding(what, str(error))
+        else:
+            yield _finding(what, f"its id is {found.usage_policy_id}", is_missing=False)
+        return
+    policy = workload.usage_policy_id
+    if policy is None:
+        return
+    what = f"usage policy {policy}"
+    if workspace.account_id is None:
+        message = "policies are the account's; set DATABRICKS_ACCOUNT_ID to have it looked up"
+        yield {"what": what, "state": "unchecked", "message": message}
+        return
+    path = f"/api/2.1/accounts/{workspace.account_id}/budget-policies/{quoted(policy)}"
+    try:
+        facts = workspace.get(path)
+    except Missing as error:
+        yield _finding(what, str(error))
+    except (Refused, WorkspaceAway) as error:
+        yield {"what": what, "state": "unchecked", "message": str(error)}
+    else:
+        yield _finding(what, str(facts.get("policy_name") or "it is there"), is_missing=False)
+
+
+def _unchecked(workload: Workload) -> Iterator[Finding]:
+    """What only the platform itself can say, when the job comes to it."""
+    capacity = workload.compute.provisioned_capacity_id
+    if capacity:
+        message = "no endpoint tells whether it is there"
+        yield {"what": f"capacity {capacity}", "state": "unchecked", "message": message}
+
+
+def _asked(workspace: Workspace, path: str) -> Mapping[str, Any] | str:
+    """The answer, or why there is none."""
+    try:
+        return workspace.get(path)
+    except Missing:
+        return "it is not there, or you may not see it"
+    except Refused as error:
+        return str(error)
+
+
+def _finding(what: str, message: str, is_missing: bool = True) -> Finding:
+    return {"what": what, "state": "missing" if is_missing else "ok", "message": message}

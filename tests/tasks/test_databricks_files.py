@@ -1,0 +1,253 @@
+"""Folders through the Files API: whole, resumable, marker last; and what check finds missing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.targets import databricks_check, databricks_files, databricks_secrets
+from tasks.targets.databricks_api import Missing, Workspace, connect
+from tasks.targets.databricks_files import Transfer
+from tests.databricks_server import DatabricksServer
+from tunewright.contract.failures import UserError
+from tunewright.contract.rundir import MANIFEST, is_sealed, seal
+from tunewright.contract.workload import Workload
+
+pytestmark = pytest.mark.skipif(
+    find_spec("databricks") is None, reason="needs tunewright[databricks]"
+)
+
+TARGET = "/Volumes/main/default/runs/tokens/0123"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatabricksServer]:
+    with DatabricksServer(tmp_path, mlflow=False) as found:
+        found.add_volume("main.default.runs")
+        for name, value in found.environment.items():
+            monkeypatch.setenv(name, value)
+        yield found
+
+
+@pytest.fixture
+def workspace(server: DatabricksServer) -> Workspace:
+    return connect()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sealed folder with an empty file, a name to be quoted, and a few MB."""
+    place = tmp_path / "tokens"
+    (place / "inner one").mkdir(parents=True)
+    (place / "empty").touch()
+    (place / "inner one" / "a b%?#.bin").write_bytes(os.urandom(3 << 20))
+    for index in range(12):
+        (place / f"part-{index}.bin").write_bytes(os.urandom(200_000 + index))
+    seal(place)
+    return place
+
+
+def test_a_folder_goes_there_and_comes_back(
+    server: DatabricksServer, workspace: Workspace, folder: Path, tmp_path: Path
+) -> None:
+    databricks_files.upload(workspace, folder, TARGET)
+    assert is_sealed(server.on_disk(TARGET))
+    databricks_files.download(workspace, TARGET, tmp_path / "back")
+    for path in (p for p in folder.rglob("*") if p.is_file()):
+        assert (tmp_path / "back" / path.relative_to(folder)).read_bytes() == path.read_bytes()
+
+
+def test_the_marker_comes_last_and_what_is_there_is_not_sent_again(
+    server: DatabricksServer, workspace: Workspace, folder: Path
+) -> None:
+    server.fault(f"PUT */fs/files{TARGET}/part-7.bin", "403", times=1)
+    with pytest.raises(UserError):
+        databricks_files.upload(workspace, folder, TARGET)
+    assert not (server.on_disk(TARGET) / MANIFEST).exists()
+    sent = len(server.calls("PUT */fs/files/*"))
+    databricks_files.upload(workspace, folder, TARGET)
+    again = [request.path for request in server.calls("PUT */fs/files/*")][sent:]
+    assert again[-1].endswith(MANIFEST)
+    assert any("part-7.bin" in path for path in again)
+    assert len(again) < 14
+    assert is_sealed(server.on_disk(TARGET))
+    before = len(server.calls("PUT *"))
+    databricks_files.upload(workspace, folder, TARGET)
+    assert len(server.calls("PUT *")) == before
+
+
+@pytest.mark.parametrize("kind", ["429", "500", "503", "cut", "lost"])
+def test_faults_on_the_way_there_are_survived(
+    server: DatabricksServer, workspace: Workspace, folder: Path, kind: str
+) -> None:
+    server.fault("*/fs/*", kind, times=6, seconds=0)
+    databricks_files.upload(workspace, folder, TARGET)
+    assert is_sealed(server.on_disk(TARGET))
+
+
+@pytest.mark.parametrize("kind", ["429", "500", "503", "cut", "lost", "torn"])
+def test_faults_on_the_way_back_are_survived(
+    server: DatabricksServer, workspace: Workspace, folder: Path, tmp_path: Path, kind: str
+) -> None:
+    databricks_files.upload(workspace, folder, TARGET)
+    server.fault("GET */fs/files/*", kind, times=6, after=1, seconds=0)
+    databricks_files.download(workspace, TARGET, tmp_path / "back")
+    assert is_sealed(tmp_path / "back")
+
+
+def test_a_torn_download_goes_on_where_it_stopped(
+    server: DatabricksServer, workspace: Workspace, folder: Path, tmp_path: Path
+) -> None:
+    databricks_files.upload(workspace, folder, TARGET)
+    name = "inner one/a b%?#.bin"
+    (tmp_path / ".file.part").write_bytes((folder / name).read_bytes()[: 1 << 20])
+    databricks_files.fetch(workspace, f"{TARGET}/{name}", tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == (folder / name).read_bytes()
+    (got,) = [r for r in server.calls("GET */fs/files/*") if r.path.endswith(".bin")]
+    assert got.headers.get("Range") == "bytes=1048576-"
+    assert not (tmp_path / ".file.part").exists()
+
+
+def test_a_file_that_changed_since_it_was_sealed_is_not_sent(
+    server: DatabricksServer, workspace: Workspace, folder: Path
+) -> None:
+    content = (folder / "part-3.bin").read_bytes()
+    (folder / "part-3.bin").write_bytes(b"x" + content[1:])
+    with pytest.raises(Transfer, match=r"part-3\.bin changed after it was sealed"):
+        databricks_files.upload(workspace, folder, TARGET)
+    assert not (server.on_disk(TARGET) / MANIFEST).exists()
+
+
+def test_a_file_with_another_hash_is_not_taken(
+    server: DatabricksServer, workspace: Workspace, folder: Path, tmp_path: Path
+) -> None:
+    databricks_files.upload(workspace, folder, TARGET)
+    place = server.on_disk(TARGET) / "part-3.bin"
+    place.write_bytes(b"x" + place.read_bytes()[1:])
+    with pytest.raises(Transfer, match=r"part-3\.bin does not come whole"):
+        databricks_files.download(workspace, TARGET, tmp_path / "back")
+    assert not (tmp_path / "back" / MANIFEST).exists()
+
+
+def test_what_is_not_sealed_there_is_not_fetched(
+    server: DatabricksServer, workspace: Workspace, tmp_path: Path
+) -> None:
+    server.on_disk(TARGET).mkdir(parents=True)
+    (server.on_disk(TARGET) / "part").write_text("x")
+    with pytest.raises(Missing, match="is not sealed"):
+        databricks_files.download(workspace, TARGET, tmp_path / "back")
+
+
+def test_several_files_are_on_their_way_at_once(
+    server: DatabricksServer, workspace: Workspace, folder: Path
+) -> None:
+    server.fault("PUT */fs/files/*", "slow", times=14, seconds=0.3)
+    seen, done = [], threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.05):
+            seen.append(sum(1 for r in server.calls("PUT */fs/files/*") if r.ended is None))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    databricks_files.upload(workspace, folder, TARGET)
+    done.set()
+    watcher.join()
+    assert 2 <= max(seen) <= databricks_files.AT_ONCE
+
+
+def workload(**more: Any) -> Workload:
+    return Workload.load(
+        {
+            "experiment_name": "tiny",
+            "command": "true",
+            "compute": {"num_accelerators": 1, "accelerator_type": "GPU_1xH100"},
+            "parameters": {"output_dir": "/Volumes/main/default/runs/out"},
+            **more,
+        }
+    )
+
+
+def missing(workspace: Workspace, found: Workload, register_as: str | None = None) -> list[str]:
+    told = databricks_check.findings(workspace, found, register_as)
+    return [f"{each['what']}: {each['message']}" for each in told if each["state"] == "missing"]
+
+
+ALL = {"READ_VOLUME", "WRITE_VOLUME"}
+
+
+def test_check_says_who_and_where_and_that_nothing_is_missing(
+    server: DatabricksServer, workspace: Workspace
+) -> None:
+    server.state.grants["main.default.runs"] = {"account users": ALL}
+    server.state.grants["main.default"] = {
+        server.state.user: {"USE_CATALOG", "USE_SCHEMA", "CREATE_MODEL"}
+    }
+    server.state.secrets["scope"] = {"key": "value"}
+    found = databricks_check.look(workload(secrets={"A": "scope/key"}), "main.default.model")
+    assert (found["user"], found["auth"]) == (server.state.user, "pat")
+    assert found["host"] == server.url
+    assert {each["state"] for each in found["findings"]} == {"ok"}
+
+
+def test_check_names_all_that_is_missing(server: DatabricksServer, workspace: Workspace) -> None:
+    server.state.grants["main.default.runs"] = {server.state.user: {"READ_VOLUME"}}
+    server.state.secrets["scope"] = {}
+    asked = workload(secrets={"A": "scope/key", "B": "nowhere/key"})
+    told = "\n".join(missing(workspace, asked, "main.nowhere.model"))
+    assert "privileges on volume main.default.runs: not granted: WRITE_VOLUME" in told
+    assert "schema main.nowhere: it is not there" in told
+    assert "secret A: the scope scope has no key key" in told
+    assert "secret B: there is no scope nowhere" in told
+
+
+def test_check_says_how_a_volume_is_made(server: DatabricksServer, workspace: Workspace) -> None:
+    asked = workload(parameters={"output_dir": "/Volumes/main/default/none/x"})
+    (told,) = missing(workspace, asked)
+    assert "databricks volumes create main default none MANAGED" in told
+
+
+def test_no_secrets_value_is_ever_read(server: DatabricksServer, workspace: Workspace) -> None:
+    server.state.secrets["scope"] = {"key": "value"}
+    databricks_check.require_secrets(workspace, {"A": "scope/key"})
+    assert server.calls("*/secrets/get") == []
+    with pytest.raises(UserError, match=r"B \(scope/none\): the scope scope has no key none"):
+        databricks_check.require_secrets(workspace, {"B": "scope/none"})
+
+
+def test_a_value_is_read_only_for_targets_that_need_it_here(
+    server: DatabricksServer, workspace: Workspace
+) -> None:
+    server.state.secrets["scope"] = {"key": "välue"}
+    with pytest.raises(UserError, match=r"does not give it .*only allowed from a notebook"):
+        databricks_secrets.value_of("scope/key")
+    server.state.secrets_readable = True
+    assert databricks_secrets.value_of("scope/key") == "välue"
+    with pytest.raises(UserError, match=r"does not give it .*No secret with key none"):
+        databricks_secrets.value_of("scope/none")
+
+
+def test_without_a_workspace_the_way_to_one_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in os.environ if name.startswith("DATABRICKS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match="databricks auth login"):
+        connect()
+    with pytest.raises(UserError, match="no Databricks workspace is configured"):
+        databricks_secrets.value_of("scope/key")
+
+
+def test_a_refused_login_is_a_sentence(
+    server: DatabricksServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATABRICKS_TOKEN", "dapi-wrong")
+    with pytest.raises(UserError, match="refused"):
+        _ = connect().me

@@ -1,0 +1,132 @@
+"""Consolidating and registering by a job on the stand-in, through every fault there is."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.targets import databricks, databricks_finish, databricks_watch
+from tests.databricks_server import DatabricksServer
+from tests.flows.killing import make_model
+from tunewright.contract.rundir import RunDir
+from tunewright.contract.workload import Workload
+
+pytestmark = pytest.mark.skipif(
+    find_spec("databricks") is None, reason="needs tunewright[databricks]"
+)
+OUTPUT = "/Volumes/main/default/runs"
+MODEL = "main.default.tiny"
+FAULTS = ("429", "500", "503", "cut", "lost")
+STARTS = 4
+"""Of the job, as the flow's steps are tried: once, and three times more."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model as a command leaves it."""
+    return make_model(tmp_path_factory.mktemp("made") / "model")
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Any]:
+    monkeypatch.setattr(databricks_watch, "POLL_S", (0.1, 0.5))
+    monkeypatch.setattr(databricks, "_LATE_S", 0.0)
+    with DatabricksServer(tmp_path, mlflow=False) as found:
+        found.add_volume("main.default.runs")
+        for name, value in found.environment.items():
+            monkeypatch.setenv(name, value)
+        yield found
+
+
+@pytest.fixture
+def run_dir(server: DatabricksServer, home: Path, model: Path) -> RunDir:
+    """A run whose command has left a model on the volume."""
+    shutil.copytree(model, server.on_disk(f"{OUTPUT}/tiny-0a1b2c3d/model"))
+    return RunDir(home / OUTPUT.lstrip("/") / "tiny-0a1b2c3d")
+
+
+def finish(run_dir: RunDir, said: Any) -> tuple[dict[str, Any], int]:
+    """What the job did, and how often it was started: as the flow does it."""
+    document = {
+        "experiment_name": "tiny", "command": "true", "parameters": {"output_dir": OUTPUT},
+        "compute": {"num_accelerators": 1, "accelerator_type": "GPU_1xH100"},
+    }  # fmt: skip
+    for attempt in range(1, STARTS + 1):
+        ending, result = databricks_finish.finish(
+            run_dir, attempt, Workload.load(document), name=MODEL,
+            tags={"tunewright.run": run_dir.name}, say=said, cancelled=lambda: False,
+        )  # fmt: skip
+        if result is not None:
+            return result, attempt
+    raise AssertionError(f"{ending}\n{said.lines}")
+
+
+CALLS = {
+    "POST */jobs/runs/submit": "client",
+    "GET */jobs/runs/get": "client",
+    "HEAD */result.json": "client",
+    "GET */result.json": "client",
+    "POST */registered-models/create": "node",
+    "GET */model-versions/search": "node",
+    "POST */model-versions/create": "node",
+    "PUT */fs/files/Models/*": "node",
+    "POST */model-versions/finalize": "node",
+    "GET */model-versions/get": "node",
+    "POST */registered-models/alias": "node",
+}
+
+
+def check(server: DatabricksServer, result: dict[str, Any], starts: int) -> None:
+    """One version, whole and READY, with its alias; every start is one job that has ended."""
+    found = server.registry.models[MODEL]
+    assert (result["register"]["name"], result["register"]["alias"]) == (MODEL, "candidate")
+    assert {number: version.status for number, version in found.versions.items()} == {
+        result["register"]["version"]: "READY"
+    }
+    assert found.aliases == {"candidate": result["register"]["version"]}
+    names = [each.payload["run_name"] for each in server.runs]
+    assert names == [f"tiny-0a1b2c3d-finish attempt {n}" for n in range(1, starts + 1)]
+    assert all(each.phase.terminal for each in server.runs)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_at_each_call_makes_one_version(
+    server: DatabricksServer, run_dir: RunDir, said: Any, kind: str
+) -> None:
+    for pattern, origin in CALLS.items():
+        server.fault(pattern, kind, seconds=0, origin=origin)
+    result, starts = finish(run_dir, said)
+    check(server, result, starts)
+
+
+MOMENTS = {
+    "before it is made": ("POST */model-versions/create", "cut", 1),
+    "while it is sent": ("PUT */fs/files/Models/*", "cut", 2),
+    "once it is whole": ("POST */model-versions/finalize", "lost", 1),
+    "before its alias": ("POST */registered-models/alias", "cut", 1),
+}
+"""When the job is killed, and the number of the version that there is in the end."""
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_job_that_is_killed_on_the_way_leaves_nothing_half_done(
+    server: DatabricksServer, run_dir: RunDir, said: Any, moment: str
+) -> None:
+    pattern, kind, number = MOMENTS[moment]
+    kill = partial(_kill_node, server)
+    server.fault(pattern, kind, origin="node", then=kill)
+    result, starts = finish(run_dir, said)
+    assert starts == 2
+    check(server, result, starts)
+    assert result["register"]["version"] == number
+
+
+def _kill_node(server: DatabricksServer) -> None:
+    server.runs[0].nodes[0].signal(signal.SIGKILL)
