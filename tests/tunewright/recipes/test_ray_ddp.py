@@ -200,7 +200,7 @@ class TestToldToEndWhileSaving:
             path = f"{tmp_path}{os.pathsep}{ROOT}"
             slow = {"DISK_S": str(disk_s), "TUNEWRIGHT_GRACE_S": str(grace_s)}
             node = start(parameters, run, PYTHONPATH=path, **slow)
-            end = time.monotonic() + 90
+            end = time.monotonic() + 240
             while not (run.checkpoint(4) / "__1_0.distcp").exists():
                 assert time.monotonic() < end
                 assert node.poll() is None, node.communicate()[0]
@@ -283,7 +283,7 @@ def await_none(processes: list[psutil.Process], within_s: float = 20) -> None:
 
 
 def await_event(path: Path, kind: str, node: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 90
+    end = time.monotonic() + 240
     while time.monotonic() < end and node.poll() is None:
         if path.exists() and f'"event": "{kind}"' in path.read_text():
             return
