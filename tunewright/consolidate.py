@@ -132,14 +132,15 @@ def _fill_adapter(
     checkpoint: Path, draft: Path, origin: Mapping[str, Any], max_shard_bytes: int
 ) -> dict[str, Any]:
     """The adapter as PEFT saves it, in one file: loading it begins with its base model."""
-    for name in (CONFIG, GENERATION_CONFIG):  # those of the base model hold
-        (draft / name).unlink(missing_ok=True)
     with ShardedModel(checkpoint) as model:
         entries = model.entries(getattr(torch, origin["save_dtype"]))
         hashes = write_weights(model, entries, draft, sys.maxsize)
     os.replace(draft / WEIGHTS, draft / ADAPTER_WEIGHTS)
     hashes = {ADAPTER_WEIGHTS: hashes[WEIGHTS]}
-    return {"kind": "adapter", **_facts(origin, draft, entries, hashes, None, Findings())}
+    facts = _facts(origin, draft, entries, hashes, None, Findings())
+    for name in (CONFIG, GENERATION_CONFIG):  # those of the base model hold
+        (draft / name).unlink(missing_ok=True)
+    return {"kind": "adapter", **facts}
 
 
 def _fill_merged(

@@ -3,6 +3,10 @@
 Written by hand, since MLflow's own writer loads the model and copies its weights. The folder itself
 is the model binary; only the small tokenizer files are there twice, because MLflow looks for them
 in a folder of their own.
+
+A folder with an adapter refers to its base model, which MLflow loads first: on the Hub at the
+revision that was trained on, tokenizer included, or the folder where it lay then (another may be
+given as `base_model_path` of mlflow.transformers.load_model).
 """
 
 from __future__ import annotations
@@ -40,19 +44,45 @@ def make_mlflow_model(folder: Path, dtype: str, base_model: str | None) -> str |
     """
     if (folder / MLMODEL).is_file():
         return None
-    if (folder / ADAPTER_CONFIG).is_file():
-        return "an adapter is not loadable by MLflow without its base model"
-    architecture = (read_object(folder / CONFIG).get("architectures") or [""])[0]
+    adapter = read_object(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else None
+    architecture = _architecture(folder, adapter)
+    if adapter is not None and not architecture:
+        return "nothing here names the class of the adapter's base model; save its config.json too"
     if not architecture.endswith("ForCausalLM"):
         return f"the architecture {architecture or 'is not named'} does not generate text"
     if not has_tokenizer(folder):
         return "the folder has no tokenizer"
     _copy_tokenizer(folder)
-    _write_environment(folder)
+    versions = _versions(adapter is not None)
+    _write_environment(folder, versions)
     _write_example(folder)
-    described = _mlmodel(architecture, dtype, base_model)
+    weights = _whole(base_model) if adapter is None else _added(adapter)
+    described = _mlmodel(architecture, dtype, weights, versions)
     write_text(folder / MLMODEL, yaml.safe_dump(described, sort_keys=False))
     return None
+
+
+def _architecture(folder: Path, adapter: dict[str, Any] | None) -> str:
+    """The class of the model, or of the one below an adapter; empty when nothing here says it."""
+    places = [folder, Path((adapter or {}).get("base_model_name_or_path") or folder)]
+    config = next((place / CONFIG for place in places if (place / CONFIG).is_file()), None)
+    named = read_object(config).get("architectures") if config else None
+    return str(named[0]) if named else ""
+
+
+def _whole(base_model: str | None) -> dict[str, Any]:
+    """Where MLflow finds the weights: in the folder itself."""
+    return {"source_model_name": base_model or "", "model_binary": "."}
+
+
+def _added(adapter: dict[str, Any]) -> dict[str, Any]:
+    """Where MLflow finds the weights: those of the base model, and the folder's on top."""
+    base, revision = str(adapter["base_model_name_or_path"]), adapter.get("revision")
+    found = {"source_model_name": base, "peft_adaptor": "."}
+    if revision is None:
+        return {**found, "local_base_model_path": base}
+    pinned = {"source_model_revision": revision, "tokenizer_revision": revision}
+    return {**found, **pinned, "tokenizer_name": base}
 
 
 def _copy_tokenizer(folder: Path) -> None:
@@ -64,9 +94,9 @@ def _copy_tokenizer(folder: Path) -> None:
             shutil.copyfile(path, target)
 
 
-def _write_environment(folder: Path) -> None:
+def _write_environment(folder: Path, versions: dict[str, str]) -> None:
     python = platform.python_version()
-    pins = [f"{name}=={version}" for name, version in _versions().items()]
+    pins = [f"{name}=={version}" for name, version in versions.items()]
     write_text(folder / "requirements.txt", "\n".join(pins) + "\n")
     env = {"python": python, "build_dependencies": ["pip"], "dependencies": ["-r requirements.txt"]}
     write_text(folder / "python_env.yaml", yaml.safe_dump(env, sort_keys=False))
@@ -78,13 +108,14 @@ def _write_environment(folder: Path) -> None:
     write_text(folder / "conda.yaml", yaml.safe_dump(conda, sort_keys=False))
 
 
-def _versions() -> dict[str, str]:
+def _versions(with_peft: bool) -> dict[str, str]:
     """What is installed here, without the local part: 2.13.0+cpu is on no index."""
     found = {}
     for wanted, installed in (
         ("mlflow", ("mlflow", "mlflow-skinny")),
         ("torch", ("torch",)),
         ("transformers", ("transformers",)),
+        *([("peft", ("peft",))] if with_peft else []),
     ):
         version = next(filter(None, map(_version, installed)), None)
         if version:
@@ -104,9 +135,10 @@ def _write_example(folder: Path) -> None:
     write_json(folder / "serving_input_example.json", {"inputs": _EXAMPLE})
 
 
-def _mlmodel(architecture: str, dtype: str, base_model: str | None) -> dict[str, Any]:
+def _mlmodel(
+    architecture: str, dtype: str, weights: dict[str, Any], versions: dict[str, str]
+) -> dict[str, Any]:
     text = json.dumps([{"type": "string", "required": True}])
-    versions = _versions()
     return {
         "flavors": {
             "python_function": {
@@ -120,8 +152,7 @@ def _mlmodel(architecture: str, dtype: str, base_model: str | None) -> dict[str,
                 "task": "text-generation",
                 "instance_type": "TextGenerationPipeline",
                 "pipeline_model_type": architecture,
-                "source_model_name": base_model or "",
-                "model_binary": ".",
+                **weights,
                 "torch_dtype": f"torch.{dtype}",
                 "components": ["tokenizer"],
                 "tokenizer_type": "AutoTokenizer",

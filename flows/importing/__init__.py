@@ -90,7 +90,7 @@ def imported(
     workload = _workload(draft, gpus)
     head = [f"Made from {path.name} of {tool} by `tunewright import`."]
     text = page.yaml_text(workload, draft.comments, head)
-    return Imported(tool, workload, text, draft.notes, _needs(draft, workload))
+    return Imported(tool, workload, text, draft.notes, _needs(workload))
 
 
 def recognised(source: Mapping[str, Any], name: str) -> str:
@@ -109,9 +109,8 @@ def recognised(source: Mapping[str, Any], name: str) -> str:
 
 def _workload(draft: Draft, gpus: int) -> dict[str, Any]:
     """The document, with the parameters in the order of the recipe's settings."""
-    recipe = RECIPES.get(draft.recipe)
-    if recipe is not None:
-        _only_known(draft, {*recipe.model_fields, *recipe.also_known})
+    recipe = RECIPES[draft.recipe]
+    _only_known(draft, {*recipe.model_fields, *recipe.also_known})
     whole_nodes = gpus % _GPUS_OF_A_NODE == 0
     draft.comments.setdefault("compute.num_accelerators", "not said there; the batch grows with it")
     return {
@@ -146,13 +145,8 @@ def _ordered(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return dict(sorted(parameters.items(), key=lambda item: rank.get(item[0], len(rank))))
 
 
-def _needs(draft: Draft, workload: Mapping[str, Any]) -> list[str]:
+def _needs(workload: Mapping[str, Any]) -> list[str]:
     """What stands between the workload and a run."""
-    if draft.recipe not in RECIPES:
-        return [
-            f"the recipe {draft.recipe} (tunewright.recipes.{draft.recipe}), which this version "
-            "does not have; until then `tunewright check` refuses the file"
-        ]
     try:
         Workload.load(workload)
     except WorkloadError as error:

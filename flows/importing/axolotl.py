@@ -23,6 +23,7 @@ from flows.importing.rules import (
     text,
     to,
     whole,
+    words,
 )
 
 TOOL = "axolotl"
@@ -127,7 +128,6 @@ TABLE: Mapping[str, Rule] = {
     "lora_model_dir": left("adapters start anew"),
     "lora_fan_in_fan_out": left(trainer.LORA_VARIANT),
     "lora_modules_to_save": left(trainer.LORA_VARIANT),
-    "lora_target_parameters": left(trainer.LORA_VARIANT),
     "peft*": left(trainer.LORA_VARIANT),
     "lr_quadratic_warmup": left("the warm-up rises in equal parts"),
     "cosine_*": left("the schedule goes to zero"),
@@ -150,6 +150,7 @@ TABLE: Mapping[str, Rule] = {
     **trainer.TRAINER,
 }
 
+_TARGETS = ("lora_target_modules", "lora_target_linear", "lora_target_parameters")
 _ADAPTER = {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
@@ -181,7 +182,7 @@ def _method(draft: Draft) -> None:
     """Full fine-tuning, LoRA or QLoRA; the keys of adapters mean nothing without one."""
     adapter = read(draft, "adapter", text)
     if adapter is None:
-        for key in (*_ADAPTER.values(), "lora_target_modules", "lora_target_linear"):
+        for key in (*_ADAPTER.values(), *_TARGETS):
             if draft.get(key) is not None:
                 draft.same(key, "of no use without adapter")
         return
@@ -202,6 +203,10 @@ def _targets(draft: Draft) -> None:
             draft.same("lora_target_modules", "linear layers, all of which have adapters")
     elif named:
         draft.carry("lora_target_modules", field, named)
+    if experts := read(draft, "lora_target_parameters", words):
+        draft.carry("lora_target_parameters", trainer.LORA["experts"], experts)
+        if rank := draft.parameters.get(trainer.LORA["rank"]):
+            draft.assume(trainer.LORA["experts_rank"], rank, "lora_r holds for experts there")
 
 
 def _total_batch(draft: Draft) -> None:

@@ -22,6 +22,8 @@ LORA = {
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
     "targets": "lora_target_modules",
+    "experts": "lora_target_parameters",
+    "experts_rank": "lora_experts_r",
     "four_bit": "load_in_4bit",
 }
 """What the settings of the recipe lora are called: the one place that knows."""

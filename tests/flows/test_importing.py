@@ -14,7 +14,6 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import Field
 
 from flows import importing
 from flows.__main__ import cli, main
@@ -22,7 +21,6 @@ from flows.importing.draft import NOT_KNOWN, leaves
 from flows.importing.trainer import LORA
 from tunewright.contract import document
 from tunewright.contract.failures import UserError
-from tunewright.contract.settings import RECIPES, FsdpSettings
 from tunewright.contract.workload import Workload
 
 FOLDER = Path(__file__).parents[1] / "data" / "imports"
@@ -32,25 +30,6 @@ SAMPLES = [FOLDER / name for name in (*FULL, *ADAPTERS)]
 SOURCES = {path.name: document.read(path) for path in SAMPLES}
 
 each_sample = pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
-
-
-class LoraSettings(FsdpSettings):
-    """A recipe lora that has no 4-bit weights."""
-
-    lora_r: int = 8
-    lora_alpha: int = 16
-    lora_dropout: float = Field(0.0, ge=0, lt=1)
-    lora_target_modules: str | list[str] = "all-linear"
-
-
-@pytest.fixture
-def lora(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECIPES, "lora", LoraSettings)
-
-
-@pytest.fixture
-def no_lora(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(RECIPES, "lora", raising=False)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
@@ -128,29 +107,14 @@ def test_full_fine_tuning_passes_check(
     assert (plan["recipe"], plan["nodes"], plan["gpus_per_node"]) == ("fsdp", 2, 8)
 
 
-@pytest.mark.usefixtures("lora")
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters_pass_check_when_the_recipe_is_there(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_pass_check(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "workload.yaml"
     assert call(monkeypatch, "import", FOLDER / name, "-o", page) == 0
     assert call(monkeypatch, "check", page) == 0
     assert Workload.load(page).recipe == "lora"
 
 
-@pytest.mark.usefixtures("no_lora")
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters_say_which_recipe_they_need(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "import", FOLDER / name) == 0
-    out, err = capsys.readouterr()
-    assert "-m tunewright.recipes.lora" in yaml.safe_load(out)["command"]
-    assert "needs: the recipe lora (tunewright.recipes.lora)" in err
-
-
-@pytest.mark.usefixtures("lora")
 def test_what_the_recipe_has_no_setting_for_is_listed() -> None:
     found = importing.convert(FOLDER / "axolotl_qlora.yml")
     assert LORA["four_bit"] not in found.workload["parameters"]
@@ -267,22 +231,40 @@ def test_torchtune() -> None:
     }
 
 
-@pytest.mark.usefixtures("no_lora")
 @pytest.mark.parametrize(
     ("name", "adapters"),
     [
-        (ADAPTERS[0], (16, 32, 0.05, "all-linear", True)),
-        (ADAPTERS[1], (8, 16, None, ["q_proj", "v_proj"], True)),
+        (ADAPTERS[0], (16, 32, 0.05, "all-linear")),
+        (ADAPTERS[1], (8, 16, None, ["q_proj", "v_proj"])),
         (
             ADAPTERS[2],
-            (8, 16, 0.0, ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], True),
+            (8, 16, 0.0, ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
         ),
     ],
 )
 def test_adapters(name: str, adapters: tuple[Any, ...]) -> None:
     parameters = importing.convert(FOLDER / name).workload["parameters"]
-    names = [LORA[part] for part in ("rank", "alpha", "dropout", "targets", "four_bit")]
+    names = [LORA[part] for part in ("rank", "alpha", "dropout", "targets")]
     assert tuple(parameters.get(name) for name in names) == adapters
+
+
+def test_adapters_on_experts(tmp_path: Path) -> None:
+    source = """
+        base_model: example-org/m
+        datasets: [{path: example-org/rows, type: alpaca}]
+        adapter: lora
+        lora_r: 12
+        lora_target_modules: [q_proj]
+        lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]
+    """
+    found = imported(tmp_path, source)
+    assert not found.needs
+    parameters = found.workload["parameters"]
+    assert parameters["lora_target_parameters"] == [
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj",
+    ]
+    assert parameters["lora_experts_r"] == 12
 
 
 def test_one_page_as_it_is_written(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_gpt_oss_becomes_a_registered_model_that_generates(home, tmp_path, merge
     assert facts["last_loss"] < facts["first_loss"]
     assert facts["eval_loss"] < facts["first_eval_loss"]
     (folder,) = (tmp_path / "runs").glob("gpt-oss-*/model")
-    assert (folder / "MLmodel").exists() == merge
+    assert (folder / "MLmodel").exists()
     assert (folder / "adapter_config.json").exists() != merge
     generates(folder)
 

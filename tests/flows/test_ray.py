@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.clusters import Cluster, cluster
-from tests.flows.cli import TINY, events, processes_of, wait_for
+from tests.flows.cli import ROOT, TINY, events, processes_of, wait_for
 
 pytestmark = [
     pytest.mark.flow,
@@ -22,6 +22,18 @@ EIGHT = {
     "parameters.global_batch_tokens": 4096,
     "parameters.save_steps": 3,
     "parameters.eval_steps": 8,
+}
+QWEN = ROOT / "deployments" / "qwen.yaml"
+QWEN_SMALL = {
+    "parameters.model_name": str(ROOT / "tests" / "data" / "models" / "qwen"),
+    "parameters.init": "random",
+    "parameters.dataset_name": str(ROOT / "deployments" / "demo.jsonl"),
+    "parameters.max_seq_len": 256,
+    "parameters.per_device_batch_size": 1,
+    "parameters.max_steps": 150,
+    "parameters.save_steps": 5,
+    "parameters.eval_steps": 1000,
+    "environment.dependencies": [],
 }
 
 
@@ -58,6 +70,31 @@ def test_a_lost_ray_node_costs_an_attempt_and_no_step(home, two) -> None:
     assert processes_of(str(run)) == []
     assert "(2 nodes)" in narration
     assert Path(facts["folder"]).samefile(run)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", ["local", "ray"])
+def test_a_cancelled_run_under_ray_train_ends_in_order(home, two, target) -> None:
+    """Its own Ray, also inside of a cluster's, stands until the workers have ended."""
+    pairs = [f"--set={key}={value}" for key, value in QWEN_SMALL.items()]
+    words = ("run", str(QWEN), "--target", target, "--simulate", "--procs-per-node=2", "--json")
+    process = home.start(*words, *pairs, RAY_ADDRESS=two.gcs)
+    (run,) = wait_for(lambda: home.runs("qwen"))
+    wait_for(lambda: events(run, 1, "checkpoint"), 300)
+    assert home.call("cancel", run.name).returncode == 0
+    out, narration = process.communicate(timeout=100)
+    assert (process.returncode, json.loads(out)["state"]) == (130, "Cancelled"), narration
+    log = (run / "logs" / "attempt-1" / "node-0.log").read_text()
+    newest = sorted(path.parent.name for path in run.glob("checkpoints/*/manifest.json"))[-1]
+    step = int(newest.removeprefix("step-"))
+    assert log.count(f"told to end (SIGTERM): starting again goes on from step {step} (") == 1
+    assert "error:" not in log
+    assert "Traceback" not in log
+    assert processes_of(str(run)) == []
+
+    found = home.call(*words, *pairs, RAY_ADDRESS=two.gcs)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["attempts"][-1]["resumed_from_step"] == step
 
 
 def test_what_ray_cannot_do_is_refused_before_anything_starts(home, two, write) -> None:

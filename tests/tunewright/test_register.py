@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ TAGS = {"tunewright.workload_sha256": "abc", "tunewright.data_fingerprint": "f",
 GENERATE = """
 import sys, mlflow
 model = mlflow.pyfunc.load_model(sys.argv[1])
-print(model.predict(["hello world"])[0][:11])
+print(model.predict(["hello world"])[0])
 """
 
 
@@ -65,6 +66,11 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def generated(uri: str) -> str:
+    """The prompt, which comes back first."""
+    return said(uri)[:11]
+
+
+def said(uri: str) -> str:
     from tunewright.mlflow_store import tracking_uri
 
     ran = subprocess.run(
@@ -75,7 +81,60 @@ def generated(uri: str) -> str:
         timeout=120,
     )
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout.strip()
+    return ran.stdout
+
+
+@pytest.fixture
+def sealed_adapter(tmp_path: Path, tiny_model: Path) -> Callable[..., Path]:
+    """A sealed folder with an adapter of the tiny model that always says another thing."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    def make(base: str, revision: str | None) -> Path:
+        run = RunDir(tmp_path / "adapted-0a1b2c3d")
+        torch.manual_seed(1)
+        model = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(tiny_model),
+            LoraConfig(
+                r=4, lora_alpha=400, target_modules=["down_proj"], init_lora_weights=False,
+                task_type="CAUSAL_LM",
+            ),
+        )  # fmt: skip
+        model.save_pretrained(run.model)
+        config = run.model / "adapter_config.json"
+        named = {"base_model_name_or_path": base, "revision": revision}
+        config.write_text(json.dumps(json.loads(config.read_text()) | named))
+        for path in [*tiny_model.glob("*token*"), tiny_model / "config.json"]:
+            shutil.copy(path, run.model)
+        consolidate(run)
+        return run.model
+
+    return make
+
+
+# What PEFT asks of transformers when it makes an adapter.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("on_the_hub", [False, True], ids=["a folder", "on the Hub"])
+def test_an_adapter_is_loaded_on_its_base_model(
+    on_the_hub, local_store, sealed_model, sealed_adapter, tiny_model, tmp_path, monkeypatch, name
+):
+    """What stands for the Hub is its cache on this machine, which is asked first."""
+    base, revision = str(tiny_model), None
+    if on_the_hub:
+        base, revision = "example-org/tiny", "0123456789abcdef" * 2 + "01234567"
+        cache = tmp_path / "hub" / "models--example-org--tiny" / "snapshots" / revision
+        shutil.copytree(tiny_model, cache)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    adapter = sealed_adapter(base, revision)
+    assert rundir.manifest(adapter)["kind"] == "adapter"
+    register(adapter, name, "adapted-0a1b2c3d", new_run(), TAGS)
+    register(sealed_model, name, "tiny-0a1b2c3d", new_run(), TAGS)
+    adapted, without = (said(f"models:/{name}/{version}") for version in (1, 2))
+    assert adapted.startswith("hello world")
+    assert adapted != without
+    assert "peft==" in (adapter / "requirements.txt").read_text()
 
 
 def test_in_a_database_the_version_is_the_folder_itself(local_store, sealed_model, name):

@@ -6,8 +6,7 @@
     ├── DataError          data         the rows or the token store cannot be trained on
     ├── OutOfMemory        oom          the same thing would not fit again
     ├── NonFinite          nonfinite    the loss or gradient stopped being a number
-    ├── OutOfTime          timeout      the deadline is near; saved, and may go on later
-    └── Interrupted        preemption   told to stop, and stopped in order; may go on later
+    └── OutOfTime          timeout      the deadline is near; saved, and may go on later
 
 A program of ours runs its `main` under `reported()`: the error reaches the node's guardian as a
 small JSON file, and the reader as one sentence.
@@ -88,10 +87,6 @@ class NonFinite(TunewrightError):
 
 class OutOfTime(TunewrightError):
     failure_class = "timeout"
-
-
-class Interrupted(TunewrightError):
-    failure_class = "preemption"
 
 
 @contextmanager

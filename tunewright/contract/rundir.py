@@ -181,6 +181,15 @@ def sealed_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     return sorted((step, path) for step, path in found if is_sealed(path))
 
 
+def next_start(checkpoints: Path) -> str:
+    """Where a training that ends now goes on when it is started again, in words."""
+    sealed = sealed_checkpoints(checkpoints)
+    if not sealed:
+        return "no checkpoint is sealed, starting again begins at step 0"
+    step, path = sealed[-1]
+    return f"starting again goes on from step {step} ({path})"
+
+
 def seal(
     folder: Path,
     facts: Mapping[str, Any] | None = None,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from tunewright.contract.failures import (
-    Interrupted,
-    TunewrightError,
-    UserError,
-    reported,
-    write_failure,
-)
-from tunewright.contract.rundir import RunDir
+from tunewright.contract.failures import TunewrightError, UserError, reported, write_failure
+from tunewright.contract.rundir import RunDir, next_start
 from tunewright.contract.settings import RayDdpSettings, load_settings
 from tunewright.data.store import TokenStore
 from tunewright.training.base import BaseModel
@@ -43,11 +36,11 @@ from tunewright.training.model import compute_dtype, recompute
 from tunewright.training.optimizer import adamw
 from tunewright.training.plan import Plan
 from tunewright.training.profiler import of as profiled
-from tunewright.training.ray_nodes import NODE_LABEL, NodeLost, await_nodes, ray_on, speak
+from tunewright.training.ray_nodes import NODE_LABEL, NodeLost, await_nodes, awaited, ray_on, speak
 from tunewright.training.replicas import replicate
 from tunewright.training.saving import Saved
 from tunewright.training.step import Trainer, evaluate
-from tunewright.training.stopping import Stopping
+from tunewright.training.stopping import BlockedTermination, Stopping, stand_still
 from tunewright.training.world import COLLECTIVE_TIMEOUT, World, meet
 
 
@@ -68,14 +61,13 @@ def main(argv: list[str] | None = None) -> None:
     settings = load_settings("ray_ddp", read_parameters(parser.parse_args(argv).hyperparameters))
     assert isinstance(settings, RayDdpSettings)
     run, attempt, events = places(settings)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     processes, gpus = processes_here()
     nodes = meet()
     base, tokens = nodes.prepared(lambda: prepare(settings, run))
     open_tokens(tokens, settings)
     job = Job(settings, run, attempt, events, base, tokens)
     try:
-        with ray_on(nodes, processes, gpus) as address:
+        with ray_on(nodes, processes, gpus, lambda: next_start(run.checkpoints)) as address:
             nodes.prepared(lambda: fit(job, address, nodes.size, processes, gpus), "trained")
     finally:
         nodes.parted()
@@ -100,6 +92,8 @@ def fit(job: Job, address: str, nodes: int, processes: int, gpus: bool) -> None:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     ray.init(address, log_to_driver=False, logging_level="WARNING")
+    # Ray has put its own handler there, which would not wait for the workers.
+    signal.signal(signal.SIGTERM, stand_still)
     await_nodes(nodes)
     # Ray would look for the checkpoints that an earlier attempt told it of; some are pruned.
     (job.run.checkpoints / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
@@ -128,10 +122,6 @@ def fit(job: Job, address: str, nodes: int, processes: int, gpus: bool) -> None:
         trainer.fit()
     except TrainingFailedError as error:
         raise cause_of(error) from None
-    except SystemExit:
-        raise Interrupted(
-            "told to end; starting again goes on from the newest checkpoint"
-        ) from None
     finally:
         ray.shutdown()
 
@@ -200,13 +190,15 @@ def train(
 
     checkpoints = Checkpoints(run, world, model, optimizer, base, identity, settings, template)
     stopping = Stopping.of_environment()
+    ending = BlockedTermination(checkpoints.settle, stopping.grace_s, speaks=world.main)
 
     def held_out(step: int) -> float | None:
         if store.eval is None:
             return None
         return evaluate(model, store.eval, world, fit.packs, step, shape)
 
-    with loader, checkpoints, profiled(settings, journal.folder, world) as profile:
+    profiling = profiled(settings, journal.folder, world)
+    with loader, checkpoints, ending, awaited(), profiling as profile:
         attempt = Attempt(
             settings, plan, trainer, checkpoints, journal, profile, stopping, held_out, report
         )

@@ -211,11 +211,7 @@ class Checkpoints:
             if left > within_s or not save.wait(within_s):
                 about = f", about {left:.0f} s are left" if left else ""
                 why = f"the save of step {save.step} does not fit {within_s:.0f} s{about}; "
-        sealed = rundir.sealed_checkpoints(self.run.checkpoints)
-        if not sealed:
-            return f"{why}no checkpoint is sealed, starting again begins at step 0"
-        step, path = sealed[-1]
-        return f"{why}starting again goes on from step {step} ({path})"
+        return why + rundir.next_start(self.run.checkpoints)
 
     def resume(self) -> Found:
         """Load the newest whole checkpoint, for this or another number of ranks.

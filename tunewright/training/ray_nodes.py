@@ -3,11 +3,14 @@
 Each node starts a Ray node of its own with as many places as it runs processes; node 0's is the
 head. It is this command's Ray alone: ports and folder are its own, another cluster on the machine
 is neither joined nor disturbed, and it ends with the command however that ends.
+
+SIGTERM is blocked in all of Ray's processes. They would end at once, and the workers with them; so
+they stand until the workers have ended, who take the signal and let a save in flight come to its
+end. Then the command ends what is left.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import select
@@ -19,13 +22,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from tunewright.contract.failures import TunewrightError, UserError
+from tunewright.training.stopping import Stopping, Termination
 from tunewright.training.world import World
 
 NODE_LABEL = "tunewright-node"
@@ -35,6 +39,8 @@ _OUTPUT = "TUNEWRIGHT_RAY_OUTPUT"
 _UP_S = 180
 _JOINED_S = 300
 _END_S = 10
+_OF_GRACE = 0.9
+"""The part of the grace that workers may use: more than what they take for a save."""
 _OBJECTS = 80_000_000
 """Bytes of the object store, nearly the least Ray takes: tensors do not travel through it."""
 _FOREIGN = ("RAY_ADDRESS", "RAY_CLIENT_MODE", "RAY_JOB_ID", "RAY_NAMESPACE", "RAY_RAYLET_PID")
@@ -61,10 +67,14 @@ class NodeLost(TunewrightError):
 
 
 @contextmanager
-def ray_on(nodes: World, processes: int, gpus: bool) -> Iterator[str]:
+def ray_on(
+    nodes: World, processes: int, gpus: bool, next_start: Callable[[], str]
+) -> Iterator[str]:
     """Ray on all nodes; yields the head's address. `processes` of each node, with a GPU if `gpus`.
 
-    Raises UserError where Ray is not installed, NodeLost where it does not start.
+    After SIGTERM the workers of this node end, then its Ray, then this process; `next_start` says
+    where starting again goes on, when no worker has. In the main thread. Raises UserError where Ray
+    is not installed, NodeLost where it does not start.
     """
     _set_environment()
     words = [f"--num-cpus={processes}", f"--num-gpus={processes if gpus else 0}"]
@@ -82,16 +92,22 @@ def ray_on(nodes: World, processes: int, gpus: bool) -> Iterator[str]:
         here[0].start([*head, "--include-dashboard=false", *words])
         return f"{address}:{port}", folder
 
-    try:
-        address, folder = nodes.prepared(head, "ray")
-        if not nodes.main:
-            folder.mkdir(exist_ok=True)
-            here.append(_RayNode(folder, nodes.rank))
-            here[0].start([f"--address={address}", *words])
-        yield address
-    finally:
-        for node in here:
-            node.end()
+    def settle(within_s: float) -> str:
+        settled = [node.settle(within_s) for node in here]
+        return "" if any(settled) else next_start()
+
+    grace_s = Stopping.of_environment().grace_s
+    with Termination(settle, grace_s, speaks=nodes.main, part=_OF_GRACE):
+        try:
+            address, folder = nodes.prepared(head, "ray")
+            if not nodes.main:
+                folder.mkdir(exist_ok=True)
+                here.append(_RayNode(folder, nodes.rank))
+                here[0].start([f"--address={address}", *words])
+            yield address
+        finally:
+            for node in here:
+                node.end()
 
 
 def await_nodes(count: int) -> None:
@@ -117,6 +133,17 @@ def speak() -> None:
     for stream in (1, 2):
         os.dup2(fd, stream)
     os.close(fd)
+
+
+@contextmanager
+def awaited() -> Iterator[None]:
+    """In a worker: inside, SIGTERM ends it in order, and its node's command waits for that."""
+    sign = Path(f"{os.environ[_OUTPUT]}-{os.getpid()}")
+    sign.touch()
+    try:
+        yield
+    finally:
+        sign.unlink()
 
 
 class _Output:
@@ -146,14 +173,14 @@ class _Output:
 
 
 class _RayNode:
-    """`ray start --block`: it ends when one of its processes does, and they end with it."""
+    """`ray start --block`, which ends when one of its processes does; all of it ends with us."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self._log = folder / f"start-{rank}.log"
-        pipe = folder / f"output-{rank}"
-        self._output = _Output(pipe)
-        os.environ[_OUTPUT] = str(pipe)
+        self._pipe = folder / f"output-{rank}"
+        self._output = _Output(self._pipe)
+        os.environ[_OUTPUT] = str(self._pipe)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, words: list[str]) -> None:
@@ -161,10 +188,11 @@ class _RayNode:
         (agent,) = _free_ports(1)
         common = ["--block", f"--object-store-memory={_OBJECTS}", "--min-worker-port=0"]
         common += ["--max-worker-port=0", f"--dashboard-agent-listen-port={agent}"]
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, *common]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, *common]
+        leash = [sys.executable, "-m", "tunewright.leash", *ray]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_end_with_us
+                leash, stdin=subprocess.PIPE, stdout=log, stderr=log, preexec_fn=_block_sigterm
             )
         deadline = time.monotonic() + _UP_S
         while "Ray runtime started" not in (said := self._log.read_text(errors="replace")):
@@ -172,16 +200,23 @@ class _RayNode:
                 raise NodeLost(f"Ray did not start on this node: {said.strip()[-2000:]}")
             time.sleep(0.05)
 
+    def settle(self, within_s: float) -> bool:
+        """Tell the workers that end in order, wait for them, and end; whether there were any."""
+        workers = [process for sign in self._folder.glob(f"{self._pipe.name}-*")
+                   if (process := _process(int(sign.name.rpartition("-")[2])))]  # fmt: skip
+        for worker in workers:
+            with suppress(psutil.NoSuchProcess):
+                worker.terminate()
+        psutil.wait_procs(workers, timeout=within_s)
+        self.end()
+        return bool(workers)
+
     def end(self) -> None:
-        """By pid, with all it started. At once: it keeps nothing, and its own way takes 10 s."""
+        """With all it started. At once: it keeps nothing, and its own way takes 10 s."""
         if self._process is not None:
-            below = _below(self._process.pid)
-            self._process.kill()
-            for process in below:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            self._process.wait()
-            psutil.wait_procs(below, timeout=_END_S)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait(_END_S)
         self._output.end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -198,18 +233,16 @@ def _set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def _below(pid: int) -> list[psutil.Process]:
+def _process(pid: int) -> psutil.Process | None:
     try:
-        return psutil.Process(pid).children(recursive=True)
+        return psutil.Process(pid)
     except psutil.NoSuchProcess:
-        return []
+        return None
 
 
-def _end_with_us() -> None:
-    """In the child, on Linux: the kernel kills it when the process that started it is gone, and
-    with it, since Ray has asked for the same, what it has started."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+def _block_sigterm() -> None:
+    """In the child: what it starts inherits it, to the last thread."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def _free_ports(count: int) -> list[int]:

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ _RECENT = 8
 """Steps whose time says how long the next ones take."""
 _OF_GRACE = 0.8
 """The part of the grace that a save may use; the rest is for ending."""
+_POLL_S = 0.1
 
 
 class Stopping:
@@ -74,28 +76,58 @@ class Stopping:
         )
 
 
-class Termination:
-    """Between entering and leaving, SIGTERM ends the process in order; training does not go on.
+class _Ending(ABC):
+    """Between entering and leaving, SIGTERM ends the process in order.
 
-    The main thread stops where the signal reaches it. It may never do that inside a collective
-    whose other ranks are gone, so a thread of its own does the ending: it lets the save being
-    written end if that fits the grace, says what is there, and leaves with 128 + 15. For the main
-    thread only.
+    A thread of its own does the ending: it lets the save being written end if that fits the grace,
+    says what is there, and leaves with 128 + 15.
     """
 
-    def __init__(self, settle: Callable[[float], str], grace_s: float, *, speaks: bool) -> None:
-        """`settle(seconds)` waits so long at most and says where a new start goes on."""
+    def __init__(
+        self,
+        settle: Callable[[float], str],
+        grace_s: float,
+        *,
+        speaks: bool,
+        part: float = _OF_GRACE,
+    ) -> None:
+        """`settle(seconds)` waits so long at most and says where a new start goes on.
+
+        It gets that `part` of the grace. What it returns is printed if it `speaks` and that is not
+        empty.
+        """
         self._settle = settle
-        self._grace_s = grace_s
+        self._within_s = part * grace_s
         self._speaks = speaks
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="termination", daemon=True)
 
+    @abstractmethod
+    def _watch(self) -> None:
+        """In the thread: until we are left, or until the signal, which this ends with."""
+
+    def _end(self) -> None:
+        try:
+            told = self._settle(self._within_s)
+            if self._speaks and told:
+                # Not `print`: the main thread may stand still with its buffer locked.
+                os.write(1, f"told to end (SIGTERM): {told}\n".encode())
+        finally:
+            os._exit(128 + signal.SIGTERM)
+
+
+class Termination(_Ending):
+    """In the main thread, which stops where the signal reaches it: training does not go on.
+
+    It may never stop inside a collective whose other ranks are gone, or in a wait of C++; the
+    ending does not need it.
+    """
+
     def __enter__(self) -> Self:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
         self._thread.start()
         self._fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._handler = signal.signal(signal.SIGTERM, _stand_still)
+        self._handler = signal.signal(signal.SIGTERM, stand_still)
         return self
 
     def __exit__(
@@ -117,15 +149,35 @@ class Termination:
             if signal.SIGTERM in numbers:
                 self._end()
 
-    def _end(self) -> None:
-        try:
-            told = self._settle(_OF_GRACE * self._grace_s)
-            if self._speaks:
-                # Not `print`: the main thread may stand still with its buffer locked.
-                os.write(1, f"told to end (SIGTERM): {told}\n".encode())
-        finally:
-            os._exit(128 + signal.SIGTERM)
+
+class BlockedTermination(_Ending):
+    """In any thread of a process that was started with SIGTERM blocked in all of them.
+
+    The signal then waits until this takes it, also one that came before. Training goes on while
+    the save is written.
+    """
+
+    def __enter__(self) -> Self:
+        self._left = threading.Event()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._left.set()
+        # As above.
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._left.is_set():
+            if signal.sigtimedwait({signal.SIGTERM}, _POLL_S):
+                self._end()
 
 
-def _stand_still(number: int, frame: FrameType | None) -> None:
+def stand_still(number: int, frame: FrameType | None) -> None:
+    """Handles a signal by never going on."""
     threading.Event().wait()

@@ -26,7 +26,6 @@ def told(tmp_path, monkeypatch):
         (failures.DataError("m"), "data", 1),
         (failures.OutOfMemory("m"), "oom", 1),
         (failures.NonFinite("m"), "nonfinite", 1),
-        (failures.Interrupted("m"), "preemption", 1),
         (failures.TunewrightError("m"), "unknown", 1),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tunewright.contract.failures import FINAL
-from tunewright.training.stopping import Stopping, Termination
+from tunewright.training.stopping import BlockedTermination, Stopping, Termination
 
 
 class Clock:
@@ -112,3 +112,10 @@ class TestTermination:
             signal.raise_signal(signal.SIGUSR1)
         signal.signal(signal.SIGUSR1, before)
         assert heard == [1]
+
+
+def test_where_the_signal_is_blocked_leaving_leaves_no_thread():
+    threads = threading.active_count()
+    with BlockedTermination(lambda seconds: "", 10.0, speaks=True):
+        assert threading.active_count() == threads + 1
+    assert threading.active_count() == threads
