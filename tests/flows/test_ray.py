@@ -76,10 +76,11 @@ def test_a_lost_ray_node_costs_an_attempt_and_no_step(home, two) -> None:
 @pytest.mark.parametrize("target", ["local", "ray"])
 def test_a_cancelled_run_under_ray_train_ends_in_order(home, two, target) -> None:
     """Its own Ray, also inside of a cluster's, stands until the workers have ended."""
-    pairs = [f"--set={key}={value}" for key, value in QWEN_SMALL.items()]
+    sets = QWEN_SMALL | {"parameters.output_dir": str(home.path / "volume")}
+    pairs = [f"--set={key}={value}" for key, value in sets.items()]
     words = ("run", str(QWEN), "--target", target, "--simulate", "--procs-per-node=2", "--json")
     process = home.start(*words, *pairs, RAY_ADDRESS=two.gcs)
-    (run,) = wait_for(lambda: home.runs("qwen"))
+    (run,) = wait_for(lambda: [*home.path.glob("volume/qwen-*")])
     wait_for(lambda: events(run, 1, "checkpoint"), 300)
     assert home.call("cancel", run.name).returncode == 0
     out, narration = process.communicate(timeout=100)
