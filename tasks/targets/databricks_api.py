@@ -222,12 +222,15 @@ def _explained(error: Exception, host: str) -> Exception:
     from databricks.sdk.errors.base import DatabricksError
 
     names = {kind.__name__ for kind in type(error).__mro__}
-    text = _first(str(error)) or type(error).__name__
+    # Behind a refusal the SDK lists its whole configuration.
+    text = _first(str(error)).partition(". Config:")[0] or type(error).__name__
     if isinstance(error, DatabricksError):
         code = error.error_code or ""
         return _of_platform(names, code, text, host)
     if isinstance(error, TimeoutError) or names & {"RequestException", "HTTPError"}:
         cause = error.__cause__ or error
+        if "InvalidURL" in names | {type(cause).__name__}:
+            return Refused(f"DATABRICKS_HOST is no address: {_first(str(cause))}")
         return WorkspaceAway(f"the workspace {host} does not answer: {_first(str(cause))}")
     is_local = isinstance(error, OSError) and error.filename is not None
     if isinstance(error, ValueError | OSError | NotImplementedError | RuntimeError):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tasks.targets import (
+    databricks_api,
     databricks_check,
     databricks_files,
     databricks_inputs,
@@ -278,6 +279,26 @@ def test_a_login_that_is_wrong_is_told_at_once(
     monkeypatch.setattr(Workspace, "_do", wrong)
     with pytest.raises(UserError, match="refused the login: invalid_client"):
         _ = workspace.me
+
+
+def test_a_host_that_is_none_is_told_at_once(
+    server: DatabricksServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(databricks_api, "PATIENCE_S", 2.0)
+    monkeypatch.setenv("DATABRICKS_HOST", "not a host")
+    with pytest.raises(UserError, match="DATABRICKS_HOST is no address: .*invalid character"):
+        _ = connect().me
+
+
+def test_a_refusal_does_not_list_the_configuration(
+    server: DatabricksServer, workspace: Workspace
+) -> None:
+    server.fault("GET */scim/v2/Me", "403")
+    with pytest.raises(UserError) as caught:
+        _ = workspace.me
+    assert str(caught.value) == (
+        f"{server.url} refused: The caller does not have permission (PERMISSION_DENIED)"
+    )
 
 
 def test_a_torn_file_of_profiles_is_a_sentence(
