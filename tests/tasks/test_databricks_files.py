@@ -286,7 +286,7 @@ def test_a_host_that_is_none_is_told_at_once(
 ) -> None:
     monkeypatch.setattr(databricks_api, "PATIENCE_S", 2.0)
     monkeypatch.setenv("DATABRICKS_HOST", "not a host")
-    with pytest.raises(UserError, match="DATABRICKS_HOST is no address: .*invalid character"):
+    with pytest.raises(UserError, match=r"DATABRICKS_HOST is no address: .*invalid character"):
         _ = connect().me
 
 
