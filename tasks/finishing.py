@@ -27,7 +27,7 @@ def finished(run: Run) -> dict[str, Any] | None:
     own sentence.
     """
     known = read_json(databricks_finish.result_of(run.dir))
-    if known is not None and (known["register"] or not run.options.register_as):
+    if known is not None and run.options.register_as in (None, _name_in(known)):
         return known
     if not databricks_finish.left_something(run.dir):
         return None
@@ -54,6 +54,11 @@ def finished(run: Run) -> dict[str, Any] | None:
         run.raise_if_cancelled()
         raise _error_of(ending)
     return dict(result)
+
+
+def _name_in(result: Mapping[str, Any]) -> str | None:
+    """The name that a job has registered the model under."""
+    return (result["register"] or {}).get("name")
 
 
 def _error_of(ending: Ending) -> TunewrightError:

@@ -128,9 +128,12 @@ def _pass_on(log: Path, shown: int) -> int:
 
 
 def _leave(log: Path, place: Path) -> None:
-    if log.is_file():
+    def copy() -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
-        _patiently(lambda: shutil.copyfile(log, place))
+        shutil.copyfile(log, place)
+
+    if log.is_file():
+        _patiently(copy)
 
 
 def _patiently(write: Any) -> None:

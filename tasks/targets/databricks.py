@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ ME = "<you>"
 """The user in a dry run, which asks nobody."""
 _MODEL_NAME = re.compile(r"[^./\s\x00-\x1f\x7f]{1,255}(\.[^./\s\x00-\x1f\x7f]{1,255}){2}\Z")
 _VOLUME = re.compile(r"/Volumes/[^/]+/[^/]+/[^/]+")
-_LATE_S = 10.0
+LATE_S = 10.0
+"""How long a file that has just been written on the volume may not show."""
 _TAIL_LINES = 20
 _CHUNK = 1 << 20
 _LAST_WORD_S = 10.0
@@ -176,12 +177,37 @@ def run(
 ) -> Ending:
     """Run one attempt to its end, whatever the end is; an attempt that was begun is gone on with.
 
-    Raises UserError when the workspace refuses it, and WorkspaceAway, which leaves the attempt
-    open, when whether a job was made is not known.
+    Raises UserError when the workspace refuses it, and WorkspaceAway when it stays away. Every
+    error leaves the attempt open from the moment that a job may have been made: the next start
+    finds that job.
     """
     workspace = connect()
     workload = access.with_policy(workspace, placement.workload)
     job_run = submitted(workspace, job, workload, lambda line: say(0, line))
+    with left_open():
+        return _to_the_end(workspace, job, workload, job_run, secrets, say, cancelled)
+
+
+@contextmanager
+def left_open() -> Iterator[None]:
+    """Mark an error, unless it knows better: what became of the job can still be asked for."""
+    try:
+        yield
+    except BaseException as error:
+        error.unsettled = getattr(error, "unsettled", True)  # type: ignore[attr-defined]
+        raise
+
+
+def _to_the_end(
+    workspace: Workspace,
+    job: Job,
+    workload: Workload,
+    job_run: int,
+    secrets: Mapping[str, str],
+    say: Say,
+    cancelled: Callable[[], bool],
+) -> Ending:
+    """Follow the job, and collect what it left."""
     logs = {node: NodeLog(node, _followed(job, node), secrets, say) for node in range(job.nodes)}
     watch = Watch(
         workspace,
@@ -255,7 +281,7 @@ def _collect(
 
 def _outcomes(workspace: Workspace, job: Job, is_late: bool) -> Iterator[dict[str, Any]]:
     """Each node's own word on its end; a file that has just been written may show late."""
-    limit = time.monotonic() + (_LATE_S if is_late else 0)
+    limit = time.monotonic() + (LATE_S if is_late else 0)
     for node in range(job.nodes):
         exit_file = job.run.node_exit(job.attempt, node)
         while True:

@@ -8,6 +8,7 @@ this SDK does not know yet comes through.
 
 from __future__ import annotations
 
+import configparser
 import io
 import logging
 import random
@@ -27,6 +28,7 @@ _SDK_PATIENCE_S = 30
 _PAUSE_S = (0.5, 8.0)
 _TIMEOUT_S = 60.0
 _REFUSALS = ("Unauthenticated", "PermissionDenied")
+_BAD_LOGINS = ("invalid_client", "invalid_grant", "unauthorized_client", "access_denied")
 
 
 class WorkspaceAway(TunewrightError):
@@ -195,7 +197,7 @@ def connect() -> Workspace:
             product_version=tunewright.__version__,
         )
         return Workspace(WorkspaceClient(config=config))
-    except ValueError as error:
+    except (ValueError, OSError, configparser.Error) as error:
         # Its own words name each way that was tried; the first line says enough.
         reason = _first(str(error)).partition(". Config:")[0]
         raise UserError(
@@ -220,14 +222,36 @@ def _explained(error: Exception, host: str) -> Exception:
     from databricks.sdk.errors.base import DatabricksError
 
     names = {kind.__name__ for kind in type(error).__mro__}
-    text = _first(str(error)) or type(error).__name__
+    # Behind a refusal the SDK lists its whole configuration.
+    text = _first(str(error)).partition(". Config:")[0] or type(error).__name__
     if isinstance(error, DatabricksError):
         code = error.error_code or ""
         return _of_platform(names, code, text, host)
     if isinstance(error, TimeoutError) or names & {"RequestException", "HTTPError"}:
         cause = error.__cause__ or error
+        if "InvalidURL" in names | {type(cause).__name__}:
+            return Refused(f"DATABRICKS_HOST is no address: {_first(str(cause))}")
         return WorkspaceAway(f"the workspace {host} does not answer: {_first(str(cause))}")
+    is_local = isinstance(error, OSError) and error.filename is not None
+    if isinstance(error, ValueError | OSError | NotImplementedError | RuntimeError):
+        return error if is_local else _of_login(error, text, host)
     return error
+
+
+def _of_login(error: Exception, text: str, host: str) -> TunewrightError:
+    """What the SDK raises when a call finds no valid token and gets no new one: bare errors.
+
+    A login that has lapsed in mid-run is as passing as a workspace that is away.
+    """
+    if isinstance(error, UnicodeError) or "header value" in text:
+        # Its own words hold the token.
+        return Denied(
+            f"the token for {host} holds a line end, a blank or another character that no token "
+            "has; set it anew"
+        )
+    if text.partition(":")[0] in _BAD_LOGINS:
+        return Denied(f"{host} refused the login: {text}")
+    return WorkspaceAway(f"logging in to {host} fails: {text}")
 
 
 def _of_platform(names: set[str], code: str, text: str, host: str) -> TunewrightError:

@@ -18,8 +18,10 @@ from typing import Any
 import yaml
 
 from tasks.targets.databricks_code import wheel
-from tasks.targets.databricks_request import Places, bundled_files, bundled_task
+from tasks.targets.databricks_inputs import paths_of
+from tasks.targets.databricks_request import LAUNCH_FILES, Places, bundled_files, bundled_task
 from tunewright.contract.failures import UserError
+from tunewright.contract.mirror import VOLUMES
 from tunewright.contract.workload import Workload
 
 FILE = "databricks.yml"
@@ -33,6 +35,7 @@ def write(workload: Workload, folder: Path, code: Path | None, *, force: bool = 
     `force`, and for what a bundle cannot say.
     """
     _refuse(workload, folder, force)
+    _clear(folder)
     ours = wheel() if workload.recipe else None
     place = f"./{DIST}/{ours.name}" if ours else None
     source = f"./{CODE}/{code.name}" if code else None
@@ -73,12 +76,22 @@ def _refuse(workload: Workload, folder: Path, force: bool) -> None:
         raise UserError("environment: bundles are not known to take images; use a version instead")
     if workload.usage_policy_name:
         raise UserError("usage_policy_name: a bundle takes the policy's id; give usage_policy_id")
-    model = workload.parameters.get("model_name")
-    is_path = workload.recipe and isinstance(model, str) and model.startswith("/")
-    if is_path and not str(model).startswith("/Volumes/"):
-        raise UserError(f"parameters.model_name is {model}; put it on a volume (/Volumes/…)")
+    for name, path in paths_of(workload) if workload.recipe else ():
+        if path.startswith("/") and not path.startswith(VOLUMES):
+            raise UserError(
+                f"parameters.{name} is {path}, which no node of the platform sees; put it on a "
+                "volume (/Volumes/…)"
+            )
     if folder.exists() and any(folder.iterdir()) and not force:
         raise UserError(f"{folder} is not empty; give another one, or --force to write into it")
+
+
+def _clear(folder: Path) -> None:
+    """Take away what an earlier export left for the launcher, which looks for files by name."""
+    for name in LAUNCH_FILES:
+        (folder / LAUNCH / name).unlink(missing_ok=True)
+    for old in (folder / DIST).glob("tunewright-*.whl"):
+        old.unlink()
 
 
 def _write(path: Path, content: str | bytes) -> None:

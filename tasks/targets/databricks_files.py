@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.targets.databricks_api import Missing, Workspace, WorkspaceAway, opened, quoted
 from tunewright.contract.failures import TunewrightError
@@ -37,6 +38,15 @@ class Transfer(TunewrightError):
     """Files did not arrive as they left; another attempt may help."""
 
     failure_class = "infrastructure"
+
+
+class Facts(NamedTuple):
+    """A file on a volume."""
+
+    size: int
+    """Bytes."""
+    changed: int
+    """When it was written last, in whole Unix seconds; 0 where that is not told."""
 
 
 class Progress:
@@ -130,7 +140,7 @@ def fetch(
     the file does not come whole, or is not the expected one.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
-    part = place.with_name(f".{place.name}.part")
+    part = part_of(place)
     goal = expected["size"] if expected else size(workspace, source)
     for _ in range(_TRIES):
         _read_on(workspace, source, part, goal, count)
@@ -141,6 +151,11 @@ def fetch(
             return
         part.unlink()
     raise Transfer(f"{source} does not come whole, or has not the sealed hash, {_TRIES} times over")
+
+
+def part_of(place: Path) -> Path:
+    """Where a file lies while it is not here whole."""
+    return place.with_name(f".{place.name}.part")
 
 
 def put(workspace: Workspace, what: bytes | Path, target: str) -> None:
@@ -166,9 +181,20 @@ def size(workspace: Workspace, path: str) -> int:
     return int(workspace.head(FILES + quoted(path))["content-length"] or 0)
 
 
+def facts_of(workspace: Workspace, path: str) -> Facts:
+    """A file on a volume; raises Missing."""
+    told = workspace.head(FILES + quoted(path))
+    return Facts(int(told["content-length"] or 0), _seconds(told.get("last-modified")))
+
+
 def sizes(workspace: Workspace, folder: str) -> dict[str, int]:
+    """Bytes of every file below a folder of a volume; see `listed`."""
+    return {name: facts.size for name, facts in listed(workspace, folder).items()}
+
+
+def listed(workspace: Workspace, folder: str) -> dict[str, Facts]:
     """Every file below a folder of a volume, by its relative path; nothing when it is not there."""
-    found: dict[str, int] = {}
+    found: dict[str, Facts] = {}
     waiting = [folder]
     while waiting:
         for entry in entries(workspace, waiting.pop()):
@@ -176,7 +202,8 @@ def sizes(workspace: Workspace, folder: str) -> dict[str, int]:
                 waiting.append(entry["path"])
             else:
                 name = str(PurePosixPath(entry["path"]).relative_to(folder))
-                found[name] = int(entry.get("file_size") or 0)
+                changed = int(entry.get("last_modified") or 0) // 1000
+                found[name] = Facts(int(entry.get("file_size") or 0), changed)
     return found
 
 
@@ -216,6 +243,14 @@ def _read_on(
             while chunk := stream.read(_CHUNK):
                 file.write(chunk)
                 count(len(chunk))
+
+
+def _seconds(date: str | None) -> int:
+    """An HTTP date in Unix seconds."""
+    try:
+        return int(parsedate_to_datetime(date or "").timestamp())
+    except ValueError:
+        return 0
 
 
 def _facts(draft: Path, source: str) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tasks.targets import databricks
 from tasks.targets import databricks_files as files
-from tasks.targets.databricks_api import Workspace, connect
+from tasks.targets.databricks_api import Missing, Workspace, connect
 from tasks.targets.databricks_request import NO_ENVIRONMENT, with_recipes
 from tasks.targets.guardian import Say
 from tasks.targets.job import Ending, Job
@@ -63,7 +64,8 @@ def finish(
     folder.attempt_state(attempt).mkdir(parents=True, exist_ok=True)
     placement = databricks.Placement(1, 1, small)
     ending = databricks.run(job, {}, say, placement, cancelled=cancelled)
-    return ending, _result(folder) if ending.well else None
+    with databricks.left_open():
+        return ending, _result(folder) if ending.well else None
 
 
 def folder_of(run: RunDir) -> RunDir:
@@ -77,8 +79,15 @@ def result_of(run: RunDir) -> Path:
 
 def _result(folder: RunDir) -> dict[str, Any] | None:
     place = folder.root / "result.json"
-    if on_volume(place) != str(place):
-        files.fetch(connect(), on_volume(place), place)
+    limit = time.monotonic() + databricks.LATE_S
+    while on_volume(place) != str(place):
+        try:
+            files.fetch(connect(), on_volume(place), place)
+            break
+        except Missing:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(1)
     return read_json(place)
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.targets.databricks_api import Refused, Workspace, WorkspaceAway
+from tasks.targets.databricks_api import Denied, Missing, Refused, Workspace, WorkspaceAway
 from tasks.targets.databricks_mlflow import PlatformRun
 from tunewright.contract.failures import TunewrightError
 from tunewright.contract.scrub import Scrubber
@@ -107,11 +107,13 @@ class Logs:
             for record in self._pages(query):
                 self._take(record)
             self._failures = 0
-        except Refused:
-            # Not offered here: it will not be in a minute either.
+        except (WorkspaceAway, Missing, Denied):
+            # Where lines came before, they come again.
+            self._failures += not self._is_live
+        except (Refused, ValueError, TypeError, AttributeError):
+            # Not offered here, or not as it is known, since it is not documented: it will not be
+            # in a minute either.
             self._failures = _FAILURES
-        except WorkspaceAway:
-            self._failures += 1
 
     def _pages(self, query: dict[str, Any]) -> Iterator[Mapping[str, Any]]:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -102,5 +103,5 @@ def _signed(info: Mapping[str, Any]) -> bytes:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             content: bytes = answer.read()
             return content
-    except OSError as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise TunewrightError(f"a log of the platform cannot be read: {error}") from None

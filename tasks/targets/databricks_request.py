@@ -30,6 +30,11 @@ MKDIRS = "/api/2.0/workspace/mkdirs"
 IMPORT = "/api/2.0/workspace-files/import-file"
 FILES = "/api/2.0/fs/files"
 COMMAND = "command.sh"
+LAUNCH_FILES = (
+    COMMAND, "training_config.yaml", "requirements.yaml", "env_vars.json", "secret_env_vars.json",
+    "hyperparameters.yaml",
+)  # fmt: skip
+"""What the launcher takes from a launch folder when it is there."""
 ENVIRONMENT_KEY = "default"
 _NO_RETRIES = {"max_retries": 0, "retry_on_timeout": False}
 NO_ENVIRONMENT = Environment.model_validate({})

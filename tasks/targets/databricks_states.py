@@ -42,8 +42,6 @@ class State:
     kind: str | None = None
     message: str = ""
     task_run_id: int | None = None
-    start_time: float | None = None
-    """When the platform says that it began, in Unix seconds."""
 
     @property
     def ended(self) -> bool:
@@ -80,7 +78,6 @@ def parent_of(run: Mapping[str, Any]) -> State:
 def _state(place: Mapping[str, Any], task_run_id: int | None) -> State:
     old, new = place.get("state") or {}, place.get("status") or {}
     details = new.get("termination_details") or {}
-    began = place.get("start_time")
     return State(
         word=str(old.get("life_cycle_state") or new.get("state") or "UNKNOWN"),
         result=old.get("result_state") or _result(old, details),
@@ -88,7 +85,6 @@ def _state(place: Mapping[str, Any], task_run_id: int | None) -> State:
         kind=details.get("type"),
         message=str(old.get("state_message") or details.get("message") or "").strip(),
         task_run_id=task_run_id,
-        start_time=began / 1000 if began else None,
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tasks.targets import databricks_code as code
 from tasks.targets import databricks_files as files
-from tasks.targets.databricks_api import Missing, Refused, Workspace, WorkspaceAway, opened
+from tasks.targets.databricks_api import Missing, Refused, Workspace, opened
 from tasks.targets.databricks_request import IMPORT, SUBMIT, Request, places, requests, token
 from tasks.targets.databricks_watch import CANCEL, GET
 from tasks.targets.guardian import undisturbed
@@ -30,6 +30,7 @@ def submitted(
     workspace: Workspace, job: Job, workload: Workload, say: Callable[[str], None]
 ) -> int:
     """The attempt's job: the one that was made before, or a new one. Never two."""
+    _same_workspace(workspace, job)
     known = read_json(job.run.platform(job.attempt, "job"))
     if known is not None:
         say(f"attempt {job.attempt} is job {known['run_id']} already; following it")
@@ -44,39 +45,59 @@ def submitted(
         _send(workspace, request)
     intent = {"token": token(job, workload), "folder": found.folder, "host": workspace.host}
     write_json(job.run.platform(job.attempt, "submitting"), {**intent, "at": time.time()})
-    run_id = _submit(workspace, job, submit)
-    if workload.idempotency_token:
-        _is_ours(workspace, run_id, found.folder)
-    write_json(job.run.platform(job.attempt, "job"), {"run_id": run_id, "at": time.time()})
+    run_id = _submit(workspace, job, submit, found.folder if workload.idempotency_token else None)
     say(f"attempt {job.attempt} is job {run_id} on {workspace.host}")
     return run_id
 
 
-def _submit(workspace: Workspace, job: Job, request: Request) -> int:
+def _same_workspace(workspace: Workspace, job: Job) -> None:
+    """Raise UserError when this attempt was submitted to another workspace: its job may go on."""
+    host = (read_json(job.run.platform(job.attempt, "submitting")) or {}).get("host")
+    if host not in (None, workspace.host):
+        error = UserError(
+            f"attempt {job.attempt} of {job.run.name} was submitted to {host}, and this is "
+            f"{workspace.host}; log in there to go on with it, or begin anew with --fresh"
+        )
+        error.unsettled = True  # type: ignore[attr-defined]
+        raise error
+
+
+def _submit(workspace: Workspace, job: Job, request: Request, folder: str | None) -> int:
     """Send the submission until it is answered; a signal meanwhile leaves the attempt open."""
-    assert request.body is not None
     try:
-        run_id = int(workspace.post(SUBMIT, request.body)["run_id"])
-    except Refused:
+        return _known(workspace, job, request, folder)
+    except UserError:
         raise
     except BaseException as error:
         # Whether there is a job now nobody knows; the same attempt, asked again, finds out.
         error.unsettled = True  # type: ignore[attr-defined]
         if not isinstance(error, TunewrightError):
-            _end_what_was_asked_for(workspace, request, job)
+            _end_what_was_asked_for(workspace, job, request, folder)
         raise
+
+
+def _known(workspace: Workspace, job: Job, request: Request, folder: str | None) -> int:
+    """The number of the job that the request makes or has made, written down.
+
+    `folder` is that of the launch where the user's own token may name another run's job.
+    """
+    assert request.body is not None
+    run_id = int(workspace.post(SUBMIT, request.body)["run_id"])
+    if folder is not None:
+        _is_ours(workspace, run_id, folder)
+    write_json(job.run.platform(job.attempt, "job"), {"run_id": run_id, "at": time.time()})
     return run_id
 
 
-def _end_what_was_asked_for(workspace: Workspace, request: Request, job: Job) -> None:
+def _end_what_was_asked_for(
+    workspace: Workspace, job: Job, request: Request, folder: str | None
+) -> None:
     """After a signal in mid-submission: learn the job by its token, and cancel it.
 
     What cannot be learned now stays open for the next start.
     """
-    assert request.body is not None
-    with undisturbed(), suppress(TunewrightError):
-        run_id = int(workspace.post(SUBMIT, request.body)["run_id"])
-        write_json(job.run.platform(job.attempt, "job"), {"run_id": run_id, "at": time.time()})
+    with undisturbed(), suppress(TunewrightError, OSError):
+        run_id = _known(workspace, job, request, folder)
         write_json(job.run.platform(job.attempt, "cancel"), {"reason": "interrupted"})
         workspace.post(CANCEL, {"run_id": run_id})
 
@@ -85,8 +106,8 @@ def _is_ours(workspace: Workspace, run_id: int, folder: str) -> None:
     """Raise UserError when the token brought back a job that was submitted for another run."""
     try:
         found = workspace.get(GET, {"run_id": run_id})
-    except (Refused, WorkspaceAway):
-        # Not visible yet; the token named it, and following it will tell.
+    except Refused:
+        # A job that is older would show.
         return
     commands = [
         deployment.get("command_path", "")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tasks.targets.databricks_api import Missing, Refused, Workspace
+from tasks.targets.databricks_api import Denied, Missing, Refused, Workspace
 from tasks.targets.databricks_logs import Logs
 from tasks.targets.databricks_mlflow import PlatformRun, platform_run
 from tasks.targets.databricks_states import State, parent_of, state_of
@@ -76,14 +76,16 @@ class Watch:
     def to_the_end(self, logs: Logs) -> State:
         """Follow the job until it has ended; left by an exception, it is cancelled first.
 
-        Raises Missing when the platform does not know it any more.
+        Raises Missing when the platform does not know it any more, and Denied when for long we
+        may not ask for it: then it goes on.
         """
         try:
             while not self._step(logs):
                 self._rest()
-        except Missing:
+        except (Missing, Denied):
             raise
         except BaseException as error:
+            error.unsettled = True  # type: ignore[attr-defined]
             with undisturbed():
                 self._interrupt(error)
             raise
@@ -108,9 +110,16 @@ class Watch:
         except Refused as error:
             # A new job may not show yet; one that is gone for good does not come back.
             self._unknown_since = self._unknown_since or time.monotonic()
-            if time.monotonic() > self._unknown_since + _UNKNOWN_S:
-                raise Missing(f"job {self.job_run} is gone: {error}") from None
-            return
+            if time.monotonic() < self._unknown_since + _UNKNOWN_S:
+                self._tell_again(f"cannot ask for the job now: {error}")
+                return
+            if isinstance(error, Denied):
+                # Another attempt beside a job that goes on would write into its folders.
+                raise Denied(
+                    f"job {self.job_run} cannot be followed: {error}; start this run again when "
+                    "you may, and it is found"
+                ) from None
+            raise Missing(f"job {self.job_run} is gone: {error}") from None
         except TunewrightError as error:
             # The job goes on without us; only its end matters, and that can be asked later.
             self._tell_again(f"cannot ask for the job now: {error}")
@@ -119,7 +128,8 @@ class Watch:
         self.state = self._settled(state_of(run), parent_of(run))
         self._show()
         if self.state.running and self._running_since is None:
-            self._running_since = self.state.start_time or time.time()
+            # The platform's own start of a task comes before the wait for capacity.
+            self._running_since = time.time()
             self._remember("running", {"since": self._running_since})
 
     def _settled(self, task: State, parent: State) -> State:
@@ -198,7 +208,9 @@ class Watch:
             while not self.state.ended and time.monotonic() < limit:
                 time.sleep(POLL_S[0])
                 self._look()
-        error.unsettled = not self.state.ended  # type: ignore[attr-defined]
+        # One that ended well before it could be cancelled is for the next start to collect.
+        is_over = self.state.ended and not self.state.well
+        error.unsettled = not is_over  # type: ignore[attr-defined]
 
     def _rest(self) -> None:
         """Until the next look, or a request to cancel."""

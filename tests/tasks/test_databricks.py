@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -15,14 +16,14 @@ from typing import Any
 import pytest
 
 from tasks.targets import databricks, databricks_watch
-from tasks.targets.databricks_api import WorkspaceAway, connect
+from tasks.targets.databricks_api import Denied, Workspace, WorkspaceAway, connect
 from tasks.targets.databricks_logs import Logs
 from tasks.targets.databricks_states import State, judge, state_of
 from tasks.targets.databricks_watch import Watch
 from tasks.targets.job import Ending, Job
 from tests.databricks_server import DatabricksServer
 from tunewright.contract.failures import UserError
-from tunewright.contract.rundir import RunDir, read_json
+from tunewright.contract.rundir import RunDir, read_json, write_json
 from tunewright.contract.workload import Workload
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +37,7 @@ OUTPUT = "/Volumes/main/default/runs"
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Any]:
     monkeypatch.setattr(databricks_watch, "POLL_S", (0.1, 0.5))
-    monkeypatch.setattr(databricks, "_LATE_S", 0.0)
+    monkeypatch.setattr(databricks, "LATE_S", 0.0)
     with DatabricksServer(tmp_path, mlflow=False) as found:
         found.rules.grace_s = 5
         found.add_volume("main.default.runs")
@@ -582,3 +583,180 @@ def test_the_state_of_a_run_is_written_once(
     submitting = read_json(run_dir.platform(1, "submitting"))
     assert submitting is not None
     assert submitting["token"] == server.calls(SUBMIT)[0].body["idempotency_token"]
+
+
+def test_what_became_of_a_job_is_asked_again_when_the_workspace_was_away(
+    server: DatabricksServer, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that ended well is neither lost nor made again, because its ending came late."""
+    monkeypatch.setattr("tasks.targets.databricks_api.PATIENCE_S", 1.0)
+    server.fault("*/fs/*", "500", times=100)
+    with pytest.raises(WorkspaceAway) as caught:
+        attempt()
+    assert caught.value.unsettled  # type: ignore[attr-defined]
+    server.clear_faults()
+    assert attempt().well
+    assert len(server.runs) == 1
+
+
+def test_a_job_that_we_may_not_ask_for_is_not_taken_for_gone(
+    server: DatabricksServer, attempt: Attempt, monkeypatch: pytest.MonkeyPatch, run_dir: RunDir
+) -> None:
+    """As when a token is withdrawn: another attempt would run beside the one that goes on."""
+    monkeypatch.setattr(databricks_watch, "_UNKNOWN_S", 1.0)
+    server.fault("GET */jobs/runs/get", "403", times=1000)
+    with pytest.raises(Denied, match=r"cannot be followed: .*start this run again") as caught:
+        attempt("sleep 3")
+    assert caught.value.unsettled  # type: ignore[attr-defined]
+    assert server.calls("POST */jobs/runs/cancel") == []
+    server.clear_faults()
+    assert attempt("sleep 3").well
+    assert len(server.runs) == 1
+
+
+def test_a_signal_after_the_job_has_ended_well_does_not_lose_it(
+    server: DatabricksServer, attempt: Attempt
+) -> None:
+    def interrupt() -> bool:
+        if server.runs and server.runs[0].phase.terminal:
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        attempt("true", nodes=1, cancelled=interrupt)
+    assert caught.value.unsettled  # type: ignore[attr-defined]
+    assert attempt("true", nodes=1).well
+    assert len(server.runs) == 1
+
+
+@pytest.mark.parametrize("then", ["submit", "get"])
+def test_a_signal_in_mid_submission_ends_our_job_and_no_other(
+    server: DatabricksServer, attempt: Attempt, run_dir: RunDir, said: Any,
+    monkeypatch: pytest.MonkeyPatch, then: str,
+) -> None:  # fmt: skip
+    """Whoever looks whether the user's token named our job may be stopped there, too."""
+    sent = {"submit": "/api/2.2/jobs/runs/submit", "get": "/api/2.2/jobs/runs/get"}[then]
+    genuine, left = Workspace._json, [1]
+
+    def stopped(self: Workspace, method: str, path: str, *words: Any, **rest: Any) -> Any:
+        found = genuine(self, method, path, *words, **rest)
+        if path == sent and left and left.pop():
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(Workspace, "_json", stopped)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        attempt("sleep 60", idempotency_token="mine", nodes=1)
+    assert caught.value.unsettled  # type: ignore[attr-defined]
+    server.await_runs(30)
+    assert [run.phase.result for run in server.runs] == ["CANCELED"]
+    # The token is used up; whoever comes with it and is stopped ends nothing of the others'.
+    cancels = len(server.calls("POST */jobs/runs/cancel"))
+    left.append(1)
+    found = workload("sleep 60", idempotency_token="mine", nodes=1)
+    placement = databricks.place(found, simulate=False, procs_per_node=None)
+    other = job_of(found, RunDir(run_dir.root.parent / "tiny-ffffffff"))
+    with pytest.raises(KeyboardInterrupt):
+        databricks.run(other, {}, said, placement)
+    assert len(server.calls("POST */jobs/runs/cancel")) == cancels
+    assert len(server.runs) == 1
+
+
+def test_a_job_of_another_workspace_is_not_begun_again_in_this_one(
+    server: DatabricksServer, attempt: Attempt, run_dir: RunDir
+) -> None:
+    facts = {"host": "https://other.example.com", "token": "x"}
+    write_json(run_dir.platform(1, "submitting"), facts)
+    with pytest.raises(UserError, match=r"submitted to https://other\.example\.com") as caught:
+        attempt()
+    assert caught.value.unsettled  # type: ignore[attr-defined]
+    assert server.runs == []
+
+
+def test_our_deadline_does_not_count_the_wait_for_capacity(
+    server: DatabricksServer, tmp_path: Path
+) -> None:
+    """Where the platform does not count it either."""
+    server.plan(capacity_s=4, after_s=1, nodes_run=False)
+    body = databricks.dry_requests(job_of(workload(), RunDir(tmp_path / "r")), workload())[-1]
+    workspace = connect()
+    job_run = int(workspace.post("/api/2.2/jobs/runs/submit", body["body"])["run_id"])
+    watch = Watch(
+        workspace, RunDir(tmp_path / "x"), 1, job_run, say=lambda line: None,
+        cancelled=lambda: False, deadline_s=3, margin_s=0.5,
+    )  # fmt: skip
+    assert watch.to_the_end(Logs(workspace, job_run, {})).well
+
+
+def test_a_login_that_lapses_for_a_while_ends_no_job(
+    server: DatabricksServer, attempt: Attempt, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    """databricks-sdk raises bare errors when it gets no new token."""
+    errors: list[Exception] = [
+        OSError("cannot get access token: the network is down"), ValueError(b"<html>502</html>"),
+        NotImplementedError("Not supported yet: 'access_token'"),
+    ]  # fmt: skip
+    genuine = Workspace._do
+
+    def lapsed(self: Workspace, method: str, path: str, **rest: Any) -> Any:
+        if path == databricks_watch.GET and errors:
+            raise errors.pop()
+        return genuine(self, method, path, **rest)
+
+    monkeypatch.setattr(Workspace, "_do", lapsed)
+    assert attempt("sleep 1").well
+    assert errors == []
+    assert len(server.runs) == 1
+
+
+RECORDS = {
+    "no numbers": [{"time_unix_nano": "2026-11-30T00:00:00Z", "body": "x", "node_index": 0}],
+    "no objects": ["a line"],
+    "another form": {"lines": 3},
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_a_live_log_of_another_form_is_no_reason_to_stop(
+    server: DatabricksServer, attempt: Attempt, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    genuine = Workspace.get
+
+    def get(self: Workspace, path: str, *words: Any, **rest: Any) -> dict[str, Any]:
+        if path.endswith("/logs"):
+            return {"records": RECORDS[case]}
+        return genuine(self, path, *words, **rest)
+
+    monkeypatch.setattr(Workspace, "get", get)
+    assert attempt().well
+
+
+def test_live_lines_come_again_after_an_outage(
+    server: DatabricksServer, attempt: Attempt, said: Any
+) -> None:
+    def tell(node: int, line: str) -> None:
+        said(node, line)
+        if line == "before":
+            server.fault("GET */ai-training/*", "500", times=8)
+
+    found = workload("echo before; sleep 6; echo after", nodes=1)
+    placement = databricks.place(found, simulate=False, procs_per_node=None)
+    run = RunDir(Path(os.environ["TUNEWRIGHT_HOME"]) / OUTPUT.lstrip("/") / "tiny-0a1b2c3d")
+    assert databricks.run(job_of(found, run), {}, tell, placement).well
+    assert [line for line in said.lines if line in ("before", "after")] == ["before", "after"]
+
+
+def test_a_torn_artifact_is_read_again(
+    tmp_path: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch, run_dir: RunDir, said: Any
+) -> None:
+    with DatabricksServer(tmp_path, mlflow=mlflow_server) as server:
+        server.add_volume("main.default.runs")
+        server.rules.live_logs = False
+        server.fault("GET /signed/*", "torn", times=1)
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        found = workload("echo a line that is torn", nodes=1)
+        placement = databricks.place(found, simulate=False, procs_per_node=None)
+        assert databricks.run(job_of(found, run_dir), {}, said, placement).well
+        assert len(server.runs) == 1
+        assert [fault.times for fault in server._wire.faults] == [0]

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from tasks.targets import databricks_check, databricks_files, databricks_secrets
+from tasks.targets import (
+    databricks_api,
+    databricks_check,
+    databricks_files,
+    databricks_inputs,
+    databricks_secrets,
+)
 from tasks.targets.databricks_api import Missing, Workspace, connect
 from tasks.targets.databricks_files import Transfer
 from tests.databricks_server import DatabricksServer
@@ -251,3 +257,160 @@ def test_a_refused_login_is_a_sentence(
     monkeypatch.setenv("DATABRICKS_TOKEN", "dapi-wrong")
     with pytest.raises(UserError, match="refused"):
         _ = connect().me
+
+
+@pytest.mark.parametrize("token", ["dapi-s3cr3t\r", "dapi-s3cr3t…"])
+def test_a_token_that_no_header_takes_is_told_and_not_shown(
+    server: DatabricksServer, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    """As a file with Windows line ends leaves it: the libraries' own words hold the token."""
+    monkeypatch.setenv("DATABRICKS_TOKEN", token)
+    with pytest.raises(UserError, match="holds a line end, a blank or another") as caught:
+        _ = connect().me
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_a_login_that_is_wrong_is_told_at_once(
+    server: DatabricksServer, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*words: Any, **rest: Any) -> Any:
+        raise ValueError("invalid_client: Client authentication failed")
+
+    monkeypatch.setattr(Workspace, "_do", wrong)
+    with pytest.raises(UserError, match="refused the login: invalid_client"):
+        _ = workspace.me
+
+
+def test_a_host_that_is_none_is_told_at_once(
+    server: DatabricksServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(databricks_api, "PATIENCE_S", 2.0)
+    monkeypatch.setenv("DATABRICKS_HOST", "not a host")
+    with pytest.raises(UserError, match=r"DATABRICKS_HOST is no address: .*invalid character"):
+        _ = connect().me
+
+
+def test_a_refusal_does_not_list_the_configuration(
+    server: DatabricksServer, workspace: Workspace
+) -> None:
+    server.fault("GET */scim/v2/Me", "403")
+    with pytest.raises(UserError) as caught:
+        _ = workspace.me
+    assert str(caught.value) == (
+        f"{server.url} refused: The caller does not have permission (PERMISSION_DENIED)"
+    )
+
+
+def test_a_torn_file_of_profiles_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in os.environ if name.startswith("DATABRICKS_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "profiles").write_text("host = https://a.example.com\n")
+    monkeypatch.setenv("DATABRICKS_CONFIG_FILE", str(tmp_path / "profiles"))
+    with pytest.raises(UserError, match=r"File contains no section headers; .*auth login"):
+        connect()
+
+
+INPUTS = "/Volumes/main/default/runs/inputs"
+RECIPE = "torchrun -m tunewright.recipes.fsdp"
+
+
+def bring(home: Path, **parameters: Any) -> list[str]:
+    """What there is on this machine after bringing a recipe's inputs."""
+    named = {"model_name": "org/model", "output_dir": "/Volumes/main/default/runs/out"}
+    found = Workload.load({
+        "experiment_name": "tiny", "command": RECIPE, "parameters": {**named, **parameters},
+        "compute": {"num_accelerators": 1, "accelerator_type": "GPU_1xH100"},
+    })  # fmt: skip
+    databricks_inputs.bring(found, lambda line: None)
+    root = home / INPUTS.lstrip("/")
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def rows(server: DatabricksServer) -> Path:
+    """A folder on the volume with rows of two kinds."""
+    place = server.on_disk(INPUTS)
+    (place / "inner").mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl", "c.csv", "inner/d.jsonl"):
+        (place / name).write_text(f"{name}\n")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("a.jsonl", ["a.jsonl"]),
+        ("a.jsonl:train[:10%]", ["a.jsonl"]),
+        ("a.jsonl[-5:]", ["a.jsonl"]),
+        ("[ab].jsonl", ["a.jsonl", "b.jsonl"]),
+        ("**/*.jsonl", ["a.jsonl", "b.jsonl", "inner/d.jsonl"]),
+        ("inner", ["inner/d.jsonl"]),
+    ],
+)
+def test_rows_on_a_volume_are_named_as_everywhere(
+    rows: Path, home: Path, name: str, files: list[str]
+) -> None:
+    assert bring(home, dataset_name=f"{INPUTS}/{name}") == files
+
+
+def test_rows_that_changed_on_the_volume_come_again(
+    server: DatabricksServer, rows: Path, home: Path
+) -> None:
+    """Also when they are as long as before."""
+    os.utime(rows / "a.jsonl", (1_000_000_000, 1_000_000_000))
+    bring(home, dataset_name=INPUTS)
+    asked = len(server.calls("GET */fs/files/*"))
+    bring(home, dataset_name=INPUTS)
+    assert len(server.calls("GET */fs/files/*")) == asked
+    (rows / "a.jsonl").write_text("A.jsonl\n")
+    os.utime(rows / "a.jsonl", (1_100_000_000, 1_100_000_000))
+    for name in (f"{INPUTS}/a.jsonl", INPUTS):
+        bring(home, dataset_name=name)
+        assert (home / INPUTS.lstrip("/") / "a.jsonl").read_text() == "A.jsonl\n"
+    assert len(server.calls("GET */fs/files/*")) == asked + 1
+
+
+def test_the_beginning_of_an_older_file_is_not_gone_on_with(rows: Path, home: Path) -> None:
+    place = home / INPUTS.lstrip("/") / "a.jsonl"
+    place.parent.mkdir(parents=True)
+    part = databricks_files.part_of(place)
+    part.write_text("old")
+    os.utime(part, (1, 1))
+    bring(home, dataset_name=f"{INPUTS}/a.jsonl")
+    assert place.read_text() == "a.jsonl\n"
+
+
+def test_rows_that_are_gone_from_the_volume_are_not_read_from_a_copy(
+    rows: Path, home: Path
+) -> None:
+    bring(home, dataset_name=INPUTS)
+    (rows / "b.jsonl").unlink()
+    for name in (INPUTS, f"{INPUTS}/*.jsonl"):
+        with pytest.raises(UserError, match=r"b\.jsonl is not on its volume any more.*remove"):
+            bring(home, dataset_name=name)
+    with pytest.raises(UserError, match=r"dataset_name: .*/b\.jsonl is not on its volume"):
+        bring(home, dataset_name=f"{INPUTS}/b.jsonl")
+    assert "a.jsonl" in bring(home, dataset_name=f"{INPUTS}/a.jsonl")
+
+
+def test_a_listing_that_lags_makes_no_file_gone(
+    server: DatabricksServer, rows: Path, home: Path
+) -> None:
+    bring(home, dataset_name=INPUTS)
+    (rows / "a.jsonl").write_text("A.jsonl\n")
+    os.utime(rows / "a.jsonl", (2_000_000_000, 2_000_000_000))  # which the listing hides
+    bring(home, dataset_name=INPUTS)
+    assert (home / INPUTS.lstrip("/") / "a.jsonl").read_text() == "A.jsonl\n"
+
+
+def test_of_a_model_its_weights_stay_there(rows: Path, home: Path) -> None:
+    (rows / "model.safetensors").write_bytes(b"large")
+    found = bring(home, model_name=INPUTS, dataset_name="org/rows")
+    assert "c.csv" in found
+    assert "model.safetensors" not in found
+    weights = home / INPUTS.lstrip("/") / "old.safetensors"
+    weights.write_bytes(b"of a run on this machine")
+    bring(home, model_name=INPUTS, dataset_name="org/rows")
+    assert weights.is_file()

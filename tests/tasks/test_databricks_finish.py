@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tasks.targets import databricks, databricks_finish, databricks_watch
+from tasks.targets.databricks_api import Missing
 from tests.databricks_server import DatabricksServer
 from tests.flows.killing import make_model
 from tunewright.contract.rundir import RunDir
@@ -37,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Any]:
     monkeypatch.setattr(databricks_watch, "POLL_S", (0.1, 0.5))
-    monkeypatch.setattr(databricks, "_LATE_S", 0.0)
+    monkeypatch.setattr(databricks, "LATE_S", 0.0)
     with DatabricksServer(tmp_path, mlflow=False) as found:
         found.add_volume("main.default.runs")
         for name, value in found.environment.items():
@@ -130,3 +131,27 @@ def test_a_job_that_is_killed_on_the_way_leaves_nothing_half_done(
 
 def _kill_node(server: DatabricksServer) -> None:
     server.runs[0].nodes[0].signal(signal.SIGKILL)
+
+
+def test_a_result_that_shows_late_is_waited_for(
+    server: DatabricksServer, run_dir: RunDir, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(databricks, "LATE_S", 10.0)
+    server.fault("HEAD */result.json", "404", times=2)
+    result, starts = finish(run_dir, said)
+    check(server, result, starts)
+    assert starts == 1
+
+
+def test_a_result_that_cannot_be_had_now_is_asked_for_again(
+    server: DatabricksServer, run_dir: RunDir, said: Any
+) -> None:
+    """The job has done its work; another one would find it done, and cost its start."""
+    server.fault("HEAD */result.json", "404", times=1000)
+    with pytest.raises(Missing) as caught:
+        finish(run_dir, said)
+    assert caught.value.unsettled  # type: ignore[attr-defined]
+    server.clear_faults()
+    result, starts = finish(run_dir, said)
+    check(server, result, starts)
+    assert len(server.runs) == 1

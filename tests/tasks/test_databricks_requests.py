@@ -221,3 +221,25 @@ def test_a_bundle_holds_the_workload_for_the_platform_alone(tmp_path: Path) -> N
     assert parameters == workload.parameters
     with pytest.raises(UserError, match="is not empty"):
         databricks_bundle.write(workload, tmp_path / "bundle", None)
+
+
+def test_a_bundle_with_rows_of_this_machine_is_refused(tmp_path: Path) -> None:
+    sets = {"parameters.dataset_name": f"{tmp_path}/rows.jsonl:train[:10]"}
+    workload = Workload.load(ROOT / "deployments" / "llama.yaml", sets)
+    with pytest.raises(UserError, match=r"dataset_name is .*rows\.jsonl, which no node"):
+        databricks_bundle.write(workload, tmp_path / "bundle", None)
+
+
+def test_a_bundle_that_is_written_again_keeps_nothing_for_the_launcher(tmp_path: Path) -> None:
+    """A secret or parameter that the workload has no more would still reach the command."""
+    place = tmp_path / "bundle"
+    databricks_bundle.write(Workload.load(EVERYTHING), place, None)
+    (place / "dist").mkdir()
+    (place / "dist" / "tunewright-0.0.1-py3-none-any.whl").touch()
+    (place / "README.md").write_text("mine")
+    bare = {key: EVERYTHING[key] for key in ("experiment_name", "command", "compute")}
+    names = databricks_bundle.write(Workload.load(bare), place, None, force=True)
+    assert names == [
+        "README.md", "databricks.yml", "launch/command.sh", "launch/env_vars.json",
+        "launch/requirements.yaml", "launch/training_config.yaml",
+    ]  # fmt: skip
