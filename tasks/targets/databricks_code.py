@@ -42,7 +42,8 @@ class Archive:
 def snapshot(folder: Path, *, build: bool = True) -> Archive:
     """An unpacked snapshot, `…/<hash>/<folder>`, as a tar with that one folder at the top.
 
-    Without `build` only its name, for showing; its size is then that of its files.
+    Without `build` only its name, for showing: its size is not known then, so it is shown as one
+    that the workspace takes.
     """
     name = f"{folder.name}_{folder.parent.name}.tar.gz"
     if not build:
