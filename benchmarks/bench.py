@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -87,16 +87,24 @@ class Runner:
         """
         run = self.scratch / f"run-{case}-{time.time_ns()}"
         settings: dict[str, Any] = {
-            "init": "random", "output_dir": str(run), "max_steps": 10_000, "save_steps": 10_000,
-            "eval_steps": 10_000, "dataset_name": parameters["tokens_path"],
+            "output_dir": str(run), "max_steps": 10_000, "save_steps": 10_000, **parameters
+        }  # fmt: skip
+        events = follow(
+            start(self.hyperparameters(case, settings)), run / "events.jsonl", self.steps + WARM_UP
+        )
+        return recipe_figures(events, self.steps)
+
+    def hyperparameters(self, name: str, parameters: Mapping[str, Any]) -> str:
+        """The file of a run on random weights that holds nothing out, and what was set by hand."""
+        settings = {
+            "init": "random", "eval_steps": 10_000, "dataset_name": parameters["tokens_path"],
             **parameters, **self.more,
         }  # fmt: skip
-        file = self.scratch / f"{case}.yaml"
+        file = self.scratch / f"{name}.yaml"
         file.write_text(
             "".join(f"{k}: {v if k in self.more else json.dumps(v)}\n" for k, v in settings.items())
         )
-        events = follow(start(str(file)), run / "events.jsonl", self.steps + WARM_UP)
-        return recipe_figures(events, self.steps)
+        return str(file)
 
     def beside(self, script: str, *words: str | int, torchrun: bool = False) -> dict[str, Any]:
         """The figures that a script of this folder leaves in the file named by its last word."""
@@ -105,11 +113,18 @@ class Runner:
         finish(self.torchrun(*command) if torchrun else self.python(*command))
         return dict(json.loads(result.read_text()))
 
-    def torchrun(self, *command: str) -> subprocess.Popen[str]:
-        each = f"--nproc-per-node={max(1, self.gpus)}"
-        return self.python("-m", "torch.distributed.run", each, "--standalone", *command)
+    def torchrun(
+        self, *command: str, ranks: range | None = None, where: Sequence[str] = ("--standalone",)
+    ) -> subprocess.Popen[str]:
+        """A node of torchrun, `where` among others; its processes are `ranks` (default: all)."""
+        each = f"--nproc-per-node={len(ranks) if ranks else max(1, self.gpus)}"
+        words = ("-m", "torch.distributed.run", each, *where, *command)
+        return self.python(*words, gpus=ranks)
 
-    def python(self, *command: str, **variables: str) -> subprocess.Popen[str]:
+    def python(
+        self, *command: str, gpus: range | None = None, **variables: str
+    ) -> subprocess.Popen[str]:
+        """A program that sees these `gpus` (default: all that are used) and no others."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {
             **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1",
@@ -117,7 +132,8 @@ class Runner:
         }  # fmt: skip
         if self.gpus:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.gpus)))
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: self.gpus])
+            chosen = [visible.split(",")[place] for place in gpus or range(self.gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
         return subprocess.Popen(
             [sys.executable, *command],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -20,7 +20,6 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from typing import Any
 from bench import (
     LENGTHS,
     PACK_TOKENS,
+    ROOT,
     WARM_UP,
     Runner,
     arguments,
@@ -116,10 +116,10 @@ class Bench(Runner):
         two = self._parameters(model, "two-nodes")
         finish(self._start(one, range(self.ranks)))
         half = self.ranks // 2
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        where = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+        sys.path.insert(0, str(ROOT))
+        from tasks.targets.local import free_port
+
+        where = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
         parts = (range(half), range(half, self.ranks))
         agents = [
             self._start(two, part, *where, f"--node-rank={node}") for node, part in enumerate(parts)
@@ -153,28 +153,21 @@ class Bench(Runner):
         batch = BATCH_TOKENS if self.gpus else CPU_RANKS * PACK_TOKENS
         tokens = str(self.store(model["vocab_size"], batch))
         return {
-            "model_name": str(self.model(f"{model['hidden_size']}", model)), "init": "random",
-            "tokens_path": tokens, "dataset_name": tokens, "global_batch_tokens": batch,
-            "pack_tokens": PACK_TOKENS, "max_length": 1024, "max_steps": STEPS,
-            "save_steps": SAVED, "save_total_limit": 9, "eval_steps": 10_000,
+            "model_name": str(self.model(f"{model['hidden_size']}", model)), "tokens_path": tokens,
+            "global_batch_tokens": batch, "pack_tokens": PACK_TOKENS, "max_length": 1024,
+            "max_steps": STEPS, "save_steps": SAVED, "save_total_limit": 9,
             # Steps so large that another order of sums shows in the losses of the next ones.
             "learning_rate": 1e-3, "warmup_ratio": 0.0,
-            "output_dir": str(self.scratch / name), **self.more,
+            "output_dir": str(self.scratch / name),
         }  # fmt: skip
 
     def _start(
         self, parameters: Mapping[str, Any], ranks: range, *where: str
     ) -> subprocess.Popen[str]:
         """A node whose processes are these ranks, on their GPUs and no others."""
-        folder = Path(parameters["output_dir"])
-        file = self.scratch / f"{folder.name}.json"  # JSON is YAML, too
-        file.write_text(json.dumps(parameters))
-        seen = ",".join(map(str, ranks)) if self.gpus else ""
-        return self.python(
-            "-m", "torch.distributed.run", f"--nproc-per-node={len(ranks)}",
-            *(where or ["--standalone"]), "-m", "tunewright.recipes.fsdp", str(file),
-            CUDA_VISIBLE_DEVICES=seen,
-        )  # fmt: skip
+        file = self.hyperparameters(Path(parameters["output_dir"]).name, parameters)
+        words = ("-m", "tunewright.recipes.fsdp", file)
+        return self.torchrun(*words, ranks=ranks, where=where or ("--standalone",))
 
 
 def exposed(trace: Path) -> dict[str, float]:

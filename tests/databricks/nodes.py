@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -342,12 +341,6 @@ def end_all(nodes: list[Node], grace_s: float, *, abruptly: bool = False) -> Non
 
 def _alive(node: Node) -> bool:
     return node.process is not None and node.exit_code is None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def this_python() -> Path:

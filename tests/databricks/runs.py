@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from tasks.targets.local import free_port
 from tests.databricks import nodes as on_nodes
 from tests.databricks.nodes import LaunchError, Node, Places
 from tests.databricks.state import Plan, Rules, State
@@ -300,7 +301,7 @@ class Driver:
         shared = {
             **self.tracking.environment(attempt),
             **self.rules.node_environment,
-            "MASTER_PORT": str(on_nodes.free_port()),
+            "MASTER_PORT": str(free_port()),
         }
         for rank in range(launch.nodes):
             folder = self.folder / f"run-{attempt.run_id}" / f"node-{rank}"

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlencode
 
+from tasks.targets.local import free_port
 from tests.databricks.runs import Attempt
 from tests.databricks.state import Rules, State
 from tests.databricks.wire import Answer, ApiError, Request, Wire
@@ -50,9 +50,7 @@ class RealServer:
 
     def _start(self) -> str:
         self.folder.mkdir(parents=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         command = [
             sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", "127.0.0.1",
             "--port", str(port), "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db",

@@ -134,7 +134,7 @@ def build(base: BaseModel, settings: LoraSettings, world: World, *, random: bool
         sharded=sharded,
         grouped=grouped,
     )
-    if sharded and _frozen_bytes(module, dtype) / world.size > _OF_DEVICE * _memory(world.device):
+    if sharded and _exceeds(_frozen_bytes(module, dtype) / world.size, world):
         gather_singly(model)
     return ready(model, settings, world.device)
 
@@ -145,7 +145,12 @@ def is_sharded(settings: LoraSettings, module: nn.Module, dtype: torch.dtype, wo
         return settings.sharding == "fsdp"
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     needed = _frozen_bytes(module, dtype) + trained * _ADAPTER_BYTES
-    return not all(world.gathered(needed <= _OF_DEVICE * _memory(world.device)))
+    return _exceeds(needed, world)
+
+
+def _exceeds(needed: float, world: World) -> bool:
+    """Whether so many bytes are too much for some rank's device; for all ranks together."""
+    return any(world.gathered(needed > _OF_DEVICE * _memory(world.device)))
 
 
 def _frozen_bytes(module: nn.Module, dtype: torch.dtype) -> int:
