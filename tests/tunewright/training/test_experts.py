@@ -7,10 +7,12 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.lora.layer import ParamWrapper
 from torch.nn import functional
 
 from tunewright.training.lora import experts
-from tunewright.training.lora.adapters import NAME, adapted
+from tunewright.training.lora.adapters import adapted
+from tunewright.training.timing import compiled_graphs
 
 WIDTH, INNER, STACKED, CHOSEN = 32, 48, 4, 2
 MODELS = {
@@ -23,10 +25,18 @@ MODELS = {
 
 def built(kind: str, rank: int = 8):
     """A layer's experts with adapters that add something, twice: ours, and PEFT's own."""
+    theirs = with_adapters(kind, rank)
+    model = copy.deepcopy(theirs)
+    assert experts.attach(model)
+    return outer(model), outer(theirs)
+
+
+def with_adapters(kind: str, rank: int = 8, layers: int = 1):
+    """A random model in fp32 whose experts have adapters, all as PEFT has them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        kind, vocab_size=64, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=1,
+        kind, vocab_size=64, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts_per_tok=CHOSEN,
         initializer_range=0.2, pad_token_id=0, **MODELS[kind],
     )  # fmt: skip
@@ -34,15 +44,13 @@ def built(kind: str, rank: int = 8):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.requires_grad_(False)
     stacked = [name for name, p in model.named_parameters() if p.ndim == 3]
-    assert len(stacked) == 2
+    assert len(stacked) == 2 * layers
     adapted(model, LoraConfig(r=rank, target_modules=[], target_parameters=stacked))
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    theirs = copy.deepcopy(model)
-    assert experts.attach(model, NAME)
-    return outer(model), outer(theirs)
+    return model
 
 
 def outer(model):
@@ -118,12 +126,28 @@ def test_a_compiler_follows_it_in_one_piece():
     assert_near(results(ours, torch.bfloat16), expected)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_layers_share_their_compiled_programs():
+    """Else every layer is compiled anew, and 36 of them are more programs than are kept."""
+
+    def programs(layers):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = with_adapters("gpt_oss", layers=layers).to(torch.bfloat16)
+        assert experts.attach(model)
+        for layer in model.get_decoder().layers:
+            layer.mlp.forward = torch.compile(layer.mlp.forward, fullgraph=True, backend="eager")
+            layer.mlp(inputs(torch.bfloat16)[0][None])
+        return compiled_graphs()
+
+    assert programs(4) == programs(2) == 1
+
+
 def test_a_torch_without_grouped_products_keeps_pefts_way(monkeypatch):
     _, theirs = built("gpt_oss")
     monkeypatch.delattr(functional, "grouped_mm")
-    forward = theirs.forward
-    assert not experts.attach(theirs, NAME)
-    assert theirs.forward == forward
+    assert not experts.attach(theirs)
+    assert type(theirs) is ParamWrapper
 
 
 def assert_near(found, expected):

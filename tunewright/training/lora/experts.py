@@ -16,6 +16,8 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.nn import functional
 
+from tunewright.training.lora.adapters import NAME
+
 _ALIGNED = 8
 """Numbers in 16 bytes of the 16-bit types: what the grouped product's strides are multiples of."""
 _KNOWN = {"gate_up_proj", "up_proj", "down_proj"}
@@ -23,7 +25,7 @@ _SAYS_HOW = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gat
 """What transformers' experts say of themselves where other implementations may compute them."""
 
 
-def attach(module: nn.Module, adapter: str) -> bool:
+def attach(module: nn.Module) -> bool:
     """Let all experts of a model that have adapters compute so; whether there are such and all do.
 
     Experts of another make, and those on a torch without grouped products, stay as PEFT has them.
@@ -32,35 +34,37 @@ def attach(module: nn.Module, adapter: str) -> bool:
     if not found or not all(_fits(wrapper) for wrapper in found):
         return False
     for wrapper in found:
-        nested = {part.parameter_name: part for part in _nested(wrapper)}
-        wrapper.forward = partial(forward, wrapper.get_base_layer(), nested, adapter)
+        # A compiler shares one program among the layers when their parts are of one class, not when
+        # each has a function of its own.
+        wrapper.__class__ = Grouped
     return True
 
 
-def forward(
-    experts: Any,
-    wrappers: dict[str, ParamWrapper],
-    adapter: str,
-    hidden: torch.Tensor,
-    chosen: torch.Tensor,
-    shares: torch.Tensor,
-) -> torch.Tensor:
-    """What the chosen experts make of each token, [tokens, width], summed by their shares.
+class Grouped(ParamWrapper):  # type: ignore[misc]
+    """The outermost of PEFT's wrappers around a module of experts, computing in groups."""
 
-    hidden: [tokens, width]; chosen, shares: [tokens, experts a token].
-    """
-    places, order = torch.sort(chosen.reshape(-1))
-    groups = Groups.of(places, experts.num_experts)
-    linear = partial(_linear, experts, wrappers, adapter, groups)
-    rows = hidden[order // chosen.shape[-1]]
-    if experts.has_gate:
-        inner = experts._apply_gate(linear("gate_up_proj", rows))
-    else:
-        inner = experts.act_fn(linear("up_proj", rows))
-    weighted = linear("down_proj", inner) * shares.reshape(-1)[order, None]
-    # Back into the tokens' order by a gather, whose sum is the same in every run.
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return weighted[back].view(*chosen.shape, -1).sum(1).to(hidden.dtype)
+    def forward(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
+        """What the chosen experts make of each token, [tokens, width], summed by their shares.
+
+        hidden: [tokens, width]; chosen, shares: [tokens, experts a token].
+        """
+        experts: Any = self.get_base_layer()
+        wrappers = {part.parameter_name: part for part in _nested(self)}
+        places, order = torch.sort(chosen.reshape(-1))
+        groups = Groups.of(places, experts.num_experts)
+        linear = partial(_linear, experts, wrappers, groups)
+        rows = hidden[order // chosen.shape[-1]]
+        if experts.has_gate:
+            inner = experts._apply_gate(linear("gate_up_proj", rows))
+        else:
+            inner = experts.act_fn(linear("up_proj", rows))
+        weighted = linear("down_proj", inner) * shares.reshape(-1)[order, None]
+        # Back into the tokens' order by a gather, whose sum is the same in every run.
+        numbers = torch.arange(len(order), device=order.device)
+        back = torch.empty_like(order).scatter_(0, order, numbers)
+        return weighted[back].view(*chosen.shape, -1).sum(1).to(hidden.dtype)
 
 
 class Groups(NamedTuple):
@@ -83,7 +87,6 @@ class Groups(NamedTuple):
 def _linear(
     experts: Any,
     wrappers: dict[str, ParamWrapper],
-    adapter: str,
     groups: Groups,
     name: str,
     rows: torch.Tensor,
@@ -94,18 +97,18 @@ def _linear(
     stack = weight if experts.is_transposed else weight.transpose(-2, -1)
     out = groups.product(rows, stack)
     if wrapper := wrappers.get(name):
-        left, right = factors(wrapper, adapter)
+        left, right = factors(wrapper)
         small = groups.product(rows, left.to(weight.dtype))
-        out = out + wrapper.scaling[adapter] * groups.product(small, right.to(weight.dtype))
+        out = out + wrapper.scaling[NAME] * groups.product(small, right.to(weight.dtype))
     return out + getattr(experts, f"{name}_bias")[groups.expert] if experts.has_bias else out
 
 
-def factors(wrapper: ParamWrapper, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+def factors(wrapper: ParamWrapper) -> tuple[torch.Tensor, torch.Tensor]:
     """L [experts, in, rank] and R [experts, rank, out], so that x L R is what the adapter adds.
 
     Ranks are filled up with zeros to what the products take.
     """
-    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    a, b = wrapper.lora_A[NAME].weight, wrapper.lora_B[NAME].weight
     a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
     b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
     missing = -a.shape[1] % _ALIGNED

@@ -114,7 +114,7 @@ def build(base: BaseModel, settings: LoraSettings, world: World, *, random: bool
     fill = _make_random if random else _load
     fill(module, base, settings, dtype, sharded, world)
     adapters.begin(module, settings.seed, world)
-    grouped = not settings.plain and experts.attach(module, adapters.NAME)
+    grouped = not settings.plain and experts.attach(module)
     if not sharded and dtype != torch.float32:
         # FSDP computes in `dtype` by itself; whole models need telling, their adapters are fp32.
         module.forward = torch.autocast(world.device.type, dtype)(module.forward)
