@@ -139,7 +139,7 @@ class Bench(Runner):
         finish(self._start(straight, range(self.ranks)))
         expected = steps_of(straight)[SAVED:]
         found: dict[str, Any] = {}
-        for ranks in (self.ranks, self.ranks // 2, self.ranks // 4):
+        for ranks in filter(None, (self.ranks, self.ranks // 2, self.ranks // 4)):
             again = self._parameters(model, f"resumed-{ranks}")
             begin_at(SAVED, Path(straight["output_dir"]), Path(again["output_dir"]))
             finish(self._start(again, range(ranks)))
