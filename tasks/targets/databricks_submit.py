@@ -134,6 +134,8 @@ def _send(workspace: Workspace, request: Request) -> None:
         assert content.content is not None
         if request.path.startswith(files.FILES):
             files.make_folders(workspace, [str(Path(request.target).parent)])
+            files.put(workspace, content.content, request.target)
+            return
         content = content.content  # type: ignore[assignment]
     assert isinstance(content, bytes | Path)
     workspace.send(request.method, request.path, opened(content), request.query)
