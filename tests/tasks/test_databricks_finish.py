@@ -80,6 +80,7 @@ CALLS = {
     "PUT */fs/files/Models/*": "node",
     "POST */model-versions/finalize": "node",
     "GET */model-versions/get": "node",
+    "GET */registered-models/alias": "node",
     "POST */registered-models/alias": "node",
 }
 
