@@ -192,9 +192,8 @@ def test_check_says_who_and_where_and_that_nothing_is_missing(
     server: DatabricksServer, workspace: Workspace
 ) -> None:
     server.state.grants["main.default.runs"] = {"account users": ALL}
-    server.state.grants["main.default"] = {
-        server.state.user: {"USE_CATALOG", "USE_SCHEMA", "CREATE_MODEL"}
-    }
+    server.state.grants["main"] = {server.state.user: {"USE_CATALOG"}}
+    server.state.grants["main.default"] = {server.state.user: {"USE_SCHEMA", "CREATE_MODEL"}}
     server.state.secrets["scope"] = {"key": "value"}
     found = databricks_check.look(workload(secrets={"A": "scope/key"}), "main.default.model")
     assert (found["user"], found["auth"]) == (server.state.user, "pat")
@@ -213,8 +212,53 @@ def test_check_names_all_that_is_missing(server: DatabricksServer, workspace: Wo
     assert "secret B: there is no scope nowhere" in told
 
 
+@pytest.mark.parametrize(
+    ("lacking", "level", "line"),
+    [
+        ("USE_CATALOG", "main", "GRANT USE CATALOG ON CATALOG `main` TO `ann@example.com`"),
+        ("USE_SCHEMA", "main.default",
+         "GRANT USE SCHEMA ON SCHEMA `main`.`default` TO `ann@example.com`"),
+        ("WRITE_VOLUME", "main.default.runs",
+         "GRANT WRITE VOLUME ON VOLUME `main`.`default`.`runs` TO `ann@example.com`"),
+    ],
+)  # fmt: skip
+def test_check_looks_at_each_level_and_says_what_helps(
+    server: DatabricksServer, workspace: Workspace, lacking: str, level: str, line: str
+) -> None:
+    """Without a name to register, too: who may not use the catalog reaches no volume in it."""
+    every = {"USE_CATALOG", "USE_SCHEMA", *ALL}
+    server.state.grants["main"] = {server.state.user: every - {lacking}}
+    (told,) = missing(workspace, workload())
+    kind = ("catalog", "schema", "volume")[level.count(".")]
+    assert told.startswith(f"privileges on {kind} {level}: not granted: {lacking}; ")
+    assert told.endswith(line)
+    # All privileges of a level count there, and on what is in it, but not around it.
+    server.state.grants["main.default"] = {"account users": {"ALL_PRIVILEGES"}}
+    assert bool(missing(workspace, workload())) == (lacking == "USE_CATALOG")
+    server.state.grants["main"] = {"account users": {"ALL PRIVILEGES"}}
+    assert missing(workspace, workload(), "main.default.model") == []
+
+
+def test_check_asks_for_the_models_catalog_beside_the_volumes(
+    server: DatabricksServer, workspace: Workspace
+) -> None:
+    server.state.grants["main"] = {server.state.user: {"ALL_PRIVILEGES"}}
+    server.state.catalogs.add("other")
+    server.state.schemas.add("other.models")
+    told = missing(workspace, workload(), "other.models.tiny")
+    assert [each.partition(":")[0] for each in told] == [
+        "privileges on catalog other",
+        "privileges on schema other.models",
+    ]
+    assert "not granted: USE_SCHEMA, CREATE_MODEL or CREATE_FUNCTION" in told[1]
+    assert "GRANT USE SCHEMA, CREATE MODEL ON SCHEMA `other`.`models`" in told[1]
+    (hidden,) = [t for t in missing(workspace, workload(), "away.models.tiny") if "catalog" in t]
+    assert "you may not see it; if it is there, ask for GRANT USE CATALOG" in hidden
+
+
 def test_check_says_how_a_volume_is_made(server: DatabricksServer, workspace: Workspace) -> None:
     asked = workload(parameters={"output_dir": "/Volumes/main/default/none/x"})
+    server.state.grants["main"] = {"account users": {"ALL_PRIVILEGES"}}
     (told,) = missing(workspace, asked)
     assert "databricks volumes create main default none MANAGED" in told
 
