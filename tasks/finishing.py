@@ -27,10 +27,21 @@ def finished(run: Run) -> dict[str, Any] | None:
     own sentence.
     """
     known = read_json(databricks_finish.result_of(run.dir))
-    if known is not None and run.options.register_as in (None, _name_in(known)):
+    if known is not None and _is_asked_for(run, known):
         return known
     if not databricks_finish.left_something(run.dir):
         return None
+    # The first may be a job that an earlier start began, to register under another name.
+    for _ in range(2):
+        result = _by_a_job(run)
+        if _is_asked_for(run, result):
+            return result
+        ui.say(f"that job registered as {_name_in(result)}, not as {run.options.register_as}")
+    raise ProgramFailed("the job that consolidates does not register under the name it was given")
+
+
+def _by_a_job(run: Run) -> dict[str, Any]:
+    """What a job leaves that is run to its end: one that is still open, or a new one."""
     folder = databricks_finish.folder_of(run.dir)
     number = attempts.open_number(folder) or attempts.next_number(folder)
     attempts.begin(folder, number)
@@ -54,6 +65,12 @@ def finished(run: Run) -> dict[str, Any] | None:
         run.raise_if_cancelled()
         raise _error_of(ending)
     return dict(result)
+
+
+def _is_asked_for(run: Run, result: Mapping[str, Any]) -> bool:
+    """Whether the model is registered as it should be, if there is one and it should."""
+    has_model = result["consolidate"]["model"] is not None
+    return not has_model or run.options.register_as in (None, _name_in(result))
 
 
 def _name_in(result: Mapping[str, Any]) -> str | None:
