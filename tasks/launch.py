@@ -61,7 +61,8 @@ def launch(run: Run, tokens: Tokens, secrets: Secrets) -> Shards:
     except BaseException as error:
         # Of an attempt on a platform nobody may know how it is; then the next start looks.
         if not getattr(error, "unsettled", False):
-            attempts.conclude_interrupted(run.dir, job.attempt)
+            step = getattr(error, "checkpoint_step", None)
+            attempts.conclude_interrupted(run.dir, job.attempt, step)
         raise
     attempts.conclude(run.dir, job.attempt, ending)
     run.link_platform(job.attempt)

@@ -27,7 +27,7 @@ from tasks.targets.databricks_request import places, requests
 from tasks.targets.databricks_states import State, judge
 from tasks.targets.databricks_submit import submitted, wheel
 from tasks.targets.databricks_watch import Watch
-from tasks.targets.guardian import Say
+from tasks.targets.guardian import Say, undisturbed
 from tasks.targets.job import Ending, Job
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.mirror import is_mirrored, on_volume, values_on_volume
@@ -225,6 +225,12 @@ def _to_the_end(
         state = watch.to_the_end(Logs(workspace, job_run, logs))
     except Missing as error:
         state = State("INTERNAL_ERROR", "INTERNAL_ERROR", message=str(error))
+    except BaseException as error:
+        if not getattr(error, "unsettled", True):
+            # Cancelled by us, and over: nobody collects it later.
+            with undisturbed():
+                error.checkpoint_step = _reached(workspace, job)  # type: ignore[attr-defined]
+        raise
     _link(watch, job)
     return _collect(workspace, job, watch, state, Scrubber(secrets))
 
@@ -271,12 +277,27 @@ def _collect(
     outcomes = list(_outcomes(workspace, job, is_late=not state.well))
     for node in range(job.nodes):
         _keep_log(workspace, job, node, scrubber)
-    step = None
-    if is_mirrored(job.run.root):
-        _fetch_if_there(workspace, job.run.events(job.attempt))
-        step = _newest_step(workspace, job)
+    step = _progress(workspace, job)
     ending = judge(state, outcomes, watch.reason, _tail(_followed(job, 0)))
     return replace(ending, checkpoint_step=step)
+
+
+def _reached(workspace: Workspace, job: Job) -> int | None:
+    """How far an attempt got that we have cancelled, as far as that can be had soon."""
+    workspace.patience_s = _LAST_WORD_S
+    with suppress(TunewrightError, OSError):
+        return _progress(workspace, job)
+    return None
+
+
+def _progress(workspace: Workspace, job: Job) -> int | None:
+    """The step of the newest checkpoint on a volume that is not mounted, its events brought here;
+    None on one that is.
+    """
+    if not is_mirrored(job.run.root):
+        return None
+    _fetch_if_there(workspace, job.run.events(job.attempt))
+    return _newest_step(workspace, job)
 
 
 def _outcomes(workspace: Workspace, job: Job, is_late: bool) -> Iterator[dict[str, Any]]:

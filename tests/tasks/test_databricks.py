@@ -23,6 +23,7 @@ from tasks.targets.databricks_watch import Watch
 from tasks.targets.job import Ending, Job
 from tests.databricks_server import DatabricksServer
 from tunewright.contract.failures import UserError
+from tunewright.contract.mirror import on_volume
 from tunewright.contract.rundir import RunDir, read_json, write_json
 from tunewright.contract.workload import Workload
 
@@ -263,13 +264,22 @@ def test_a_request_to_cancel_ends_the_job(server: DatabricksServer, attempt: Att
     assert [run.attempts[-1].phase.result for run in server.runs] == ["CANCELED"]
 
 
-def test_an_interrupted_flow_leaves_no_job(
-    server: DatabricksServer, attempt: Attempt, said: Any
+def test_an_interrupted_flow_leaves_no_job_and_knows_how_far_it_got(
+    server: DatabricksServer, attempt: Attempt, run_dir: RunDir, said: Any
 ) -> None:
     began = time.monotonic()
+    events = '{"event": "start", "step": 0}\n{"event": "step", "step": 7, "loss": 1.0}\n'
 
     def interrupt() -> bool:
         if server.runs and server.runs[0].phase.life == "RUNNING":
+            for place, text in (
+                (run_dir.events(1), events),
+                (run_dir.checkpoints / "step-00000005" / "manifest.json", "{}"),
+                (run_dir.checkpoints / "step-00000007" / "torn", ""),
+            ):
+                there = server.on_disk(on_volume(place))
+                there.parent.mkdir(parents=True, exist_ok=True)
+                there.write_text(text)
             raise KeyboardInterrupt
         return False
 
@@ -278,6 +288,8 @@ def test_an_interrupted_flow_leaves_no_job(
     assert time.monotonic() - began < 60
     assert [run.attempts[-1].phase.terminal for run in server.runs] == [True]
     assert caught.value.unsettled is False  # type: ignore[attr-defined]
+    assert run_dir.events(1).read_text() == events
+    assert caught.value.checkpoint_step == 5  # type: ignore[attr-defined]
 
 
 def test_who_comes_back_finds_the_job_again(
