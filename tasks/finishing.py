@@ -9,7 +9,7 @@ from tasks import attempts, ui
 from tasks.program import ProgramFailed
 from tasks.run import Cancelled, Run
 from tasks.targets import databricks_finish, is_platform
-from tasks.targets.job import Ending
+from tasks.targets.job import Ending, is_left_open
 from tunewright.contract.failures import DataError, TunewrightError, UserError
 from tunewright.contract.rundir import read_json
 
@@ -57,7 +57,7 @@ def _by_a_job(run: Run) -> dict[str, Any]:
             cancelled=run.is_cancelled,
         )
     except BaseException as error:
-        if not getattr(error, "unsettled", False):
+        if not is_left_open(error):
             attempts.conclude_interrupted(folder, number)
         raise
     attempts.conclude(folder, number, ending)

@@ -28,7 +28,7 @@ from tasks.targets.databricks_states import State, judge
 from tasks.targets.databricks_submit import submitted, wheel
 from tasks.targets.databricks_watch import Watch
 from tasks.targets.guardian import Say, undisturbed
-from tasks.targets.job import Ending, Job
+from tasks.targets.job import Ending, Job, is_left_open, leave_open
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.mirror import is_mirrored, on_volume, values_on_volume
 from tunewright.contract.processes import GRACE_S
@@ -194,7 +194,7 @@ def left_open() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.unsettled = getattr(error, "unsettled", True)  # type: ignore[attr-defined]
+        leave_open(error, is_left_open(error, unmarked=True))
         raise
 
 
@@ -226,7 +226,7 @@ def _to_the_end(
     except Missing as error:
         state = State("INTERNAL_ERROR", "INTERNAL_ERROR", message=str(error))
     except BaseException as error:
-        if not getattr(error, "unsettled", True):
+        if not is_left_open(error, unmarked=True):
             # Cancelled by us, and over: nobody collects it later.
             with undisturbed():
                 error.checkpoint_step = _reached(workspace, job)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from tasks.targets.databricks_api import Missing, Refused, Workspace, opened
 from tasks.targets.databricks_request import IMPORT, SUBMIT, Request, places, requests, token
 from tasks.targets.databricks_watch import CANCEL, GET
 from tasks.targets.guardian import undisturbed
-from tasks.targets.job import Job
+from tasks.targets.job import Job, leave_open
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.mirror import is_mirrored, on_volume
 from tunewright.contract.rundir import read_json, write_json
@@ -58,7 +58,7 @@ def _same_workspace(workspace: Workspace, job: Job) -> None:
             f"attempt {job.attempt} of {job.run.name} was submitted to {host}, and this is "
             f"{workspace.host}; log in there to go on with it, or begin anew with --fresh"
         )
-        error.unsettled = True  # type: ignore[attr-defined]
+        leave_open(error)
         raise error
 
 
@@ -70,7 +70,7 @@ def _submit(workspace: Workspace, job: Job, request: Request, folder: str | None
         raise
     except BaseException as error:
         # Whether there is a job now nobody knows; the same attempt, asked again, finds out.
-        error.unsettled = True  # type: ignore[attr-defined]
+        leave_open(error)
         if not isinstance(error, TunewrightError):
             _end_what_was_asked_for(workspace, job, request, folder)
         raise

@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -33,18 +33,6 @@ pytestmark = pytest.mark.skipif(
 
 SUBMIT = "POST */jobs/runs/submit"
 OUTPUT = "/Volumes/main/default/runs"
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Any]:
-    monkeypatch.setattr(databricks_watch, "POLL_S", (0.1, 0.5))
-    monkeypatch.setattr(databricks, "LATE_S", 0.0)
-    with DatabricksServer(tmp_path, mlflow=False) as found:
-        found.rules.grace_s = 5
-        found.add_volume("main.default.runs")
-        for name, value in found.environment.items():
-            monkeypatch.setenv(name, value)
-        yield found
 
 
 def workload(command: str = "true", nodes: int = 2, **more: Any) -> Workload:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 TARGET = "/Volumes/main/default/runs/tokens/0123"
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatabricksServer]:
-    with DatabricksServer(tmp_path, mlflow=False) as found:
-        found.add_volume("main.default.runs")
-        for name, value in found.environment.items():
-            monkeypatch.setenv(name, value)
-        yield found
 
 
 @pytest.fixture

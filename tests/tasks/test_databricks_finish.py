@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,17 +35,6 @@ STARTS = 4
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model as a command leaves it."""
     return make_model(tmp_path_factory.mktemp("made") / "model")
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Any]:
-    monkeypatch.setattr(databricks_watch, "POLL_S", (0.1, 0.5))
-    monkeypatch.setattr(databricks, "LATE_S", 0.0)
-    with DatabricksServer(tmp_path, mlflow=False) as found:
-        found.add_volume("main.default.runs")
-        for name, value in found.environment.items():
-            monkeypatch.setenv(name, value)
-        yield found
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,15 +25,6 @@ SIZE = 52 << 20
 """Eleven parts, the last of them smaller."""
 PUTS = "PUT /signed/part/*"
 COMPLETE = "POST */fs/files/*"
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatabricksServer]:
-    with DatabricksServer(tmp_path, mlflow=False) as found:
-        found.add_volume("main.default.runs")
-        for name, value in found.environment.items():
-            monkeypatch.setenv(name, value)
-        yield found
 
 
 @pytest.fixture
