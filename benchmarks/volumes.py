@@ -99,8 +99,8 @@ def process(option: str, folder: Path) -> Iterator[str]:
 
 
 def measure(scratch: Path, size: int, rounds: int) -> dict[str, Any]:
-    from tasks.targets import databricks_files
-    from tasks.targets.databricks_api import connect
+    from tasks.targets.databricks import files as databricks_files
+    from tasks.targets.databricks.api import connect
 
     model = make_folder(scratch / "model", size)
     times: dict[str, list[float]] = {"plain": [], "upload": [], "download": []}

@@ -87,15 +87,15 @@ def export_bundle(
     file: Path, overrides: Mapping[str, str], folder: Path, *, force: bool
 ) -> list[str]:
     """Write a workload as a bundle of the platform; the names of its files."""
-    from tasks.targets import databricks_bundle
+    from tasks.targets.databricks import bundle
 
     workload = Workload.load(file, overrides)
     if workload.code_source is None:
-        return databricks_bundle.write(workload, folder, None, force=force)
+        return bundle.write(workload, folder, None, force=force)
     with tempfile.TemporaryDirectory(prefix="tunewright-bundle-") as scratch:
         packed = snapshot.snapshot(workload.code_source)
         code = snapshot.unpack(packed, Path(scratch))
-        return databricks_bundle.write(workload, folder, code, force=force)
+        return bundle.write(workload, folder, code, force=force)
 
 
 def dry_text(found: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,8 @@ from typing import Any
 from tasks import attempts, ui
 from tasks.program import ProgramFailed
 from tasks.run import Cancelled, Run
-from tasks.targets import databricks_finish, is_platform
+from tasks.targets import is_platform
+from tasks.targets.databricks import finish
 from tasks.targets.job import Ending, is_left_open
 from tunewright.contract.failures import DataError, TunewrightError, UserError
 from tunewright.contract.rundir import read_json
@@ -26,10 +27,10 @@ def finished(run: Run) -> dict[str, Any] | None:
     None when the command left nothing. Raises UserError, DataError or ProgramFailed with the job's
     own sentence.
     """
-    known = read_json(databricks_finish.result_of(run.dir))
+    known = read_json(finish.result_of(run.dir))
     if known is not None and _is_asked_for(run, known):
         return known
-    if not databricks_finish.left_something(run.dir):
+    if not finish.left_something(run.dir):
         return None
     # The first may be a job that an earlier start began, to register under another name.
     for _ in range(2):
@@ -42,12 +43,12 @@ def finished(run: Run) -> dict[str, Any] | None:
 
 def _by_a_job(run: Run) -> dict[str, Any]:
     """What a job leaves that is run to its end: one that is still open, or a new one."""
-    folder = databricks_finish.folder_of(run.dir)
+    folder = finish.folder_of(run.dir)
     number = attempts.open_number(folder) or attempts.next_number(folder)
     attempts.begin(folder, number)
     ui.say("consolidating and registering on the platform, by a job of its own")
     try:
-        ending, result = databricks_finish.finish(
+        ending, result = finish.finish(
             run.dir,
             number,
             run.workload,

@@ -14,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tasks.targets import databricks, databricks_watch, local
+from tasks.targets import local
+from tasks.targets.databricks import target as databricks
+from tasks.targets.databricks import watch as databricks_watch
 from tasks.targets.job import Ending, Job
 from tasks.targets.local import Placement
 from tests.databricks_server import DatabricksServer

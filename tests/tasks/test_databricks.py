@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from tasks.targets import databricks, databricks_watch
-from tasks.targets.databricks_api import Denied, Workspace, WorkspaceAway, connect
-from tasks.targets.databricks_logs import Logs
-from tasks.targets.databricks_states import State, judge, state_of
-from tasks.targets.databricks_watch import Watch
+from tasks.targets.databricks import target as databricks
+from tasks.targets.databricks import watch as databricks_watch
+from tasks.targets.databricks.api import Denied, Workspace, WorkspaceAway, connect
+from tasks.targets.databricks.logs import Logs
+from tasks.targets.databricks.states import State, judge, state_of
+from tasks.targets.databricks.watch import Watch
 from tasks.targets.job import Ending, Job
 from tests.databricks_server import DatabricksServer
 from tunewright.contract.failures import UserError
@@ -362,7 +363,7 @@ def test_a_fault_while_cancelling_still_ends_the_job(
 def test_a_workspace_that_stays_away_leaves_the_attempt_open(
     server: DatabricksServer, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.targets.databricks_api.PATIENCE_S", 1.0)
+    monkeypatch.setattr("tasks.targets.databricks.api.PATIENCE_S", 1.0)
     server.fault(SUBMIT, "500", times=100)
     with pytest.raises(WorkspaceAway) as caught:
         attempt()
@@ -589,7 +590,7 @@ def test_what_became_of_a_job_is_asked_again_when_the_workspace_was_away(
     server: DatabricksServer, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that ended well is neither lost nor made again, because its ending came late."""
-    monkeypatch.setattr("tasks.targets.databricks_api.PATIENCE_S", 1.0)
+    monkeypatch.setattr("tasks.targets.databricks.api.PATIENCE_S", 1.0)
     server.fault("*/fs/*", "500", times=100)
     with pytest.raises(WorkspaceAway) as caught:
         attempt()

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from tasks.targets import (
-    databricks_api,
-    databricks_check,
-    databricks_files,
-    databricks_inputs,
-    databricks_secrets,
-)
-from tasks.targets.databricks_api import Missing, Workspace, connect
-from tasks.targets.databricks_files import Transfer
+from tasks.targets.databricks import api as databricks_api
+from tasks.targets.databricks import check as databricks_check
+from tasks.targets.databricks import files as databricks_files
+from tasks.targets.databricks import inputs as databricks_inputs
+from tasks.targets.databricks import secret_values as databricks_secrets
+from tasks.targets.databricks.api import Missing, Workspace, connect
+from tasks.targets.databricks.files import Transfer
 from tests.databricks_server import DatabricksServer
 from tunewright.contract.failures import UserError
 from tunewright.contract.rundir import MANIFEST, is_sealed, seal

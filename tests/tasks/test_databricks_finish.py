@@ -13,8 +13,10 @@ import pytest
 
 from tasks import finishing
 from tasks.run import Options, opened
-from tasks.targets import databricks, databricks_finish, databricks_watch
-from tasks.targets.databricks_api import Missing
+from tasks.targets.databricks import finish as databricks_finish
+from tasks.targets.databricks import target as databricks
+from tasks.targets.databricks import watch as databricks_watch
+from tasks.targets.databricks.api import Missing
 from tests.databricks_server import DatabricksServer
 from tests.flows.killing import make_model
 from tunewright.contract.failures import TunewrightError

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.targets import databricks_api, databricks_files
-from tasks.targets.databricks_api import NotOffered, Workspace, WorkspaceAway, connect
-from tasks.targets.databricks_files import Transfer
+from tasks.targets.databricks import api as databricks_api
+from tasks.targets.databricks import files as databricks_files
+from tasks.targets.databricks.api import NotOffered, Workspace, WorkspaceAway, connect
+from tasks.targets.databricks.files import Transfer
 from tests.databricks_server import DatabricksServer
 from tunewright.contract.rundir import MANIFEST, is_sealed, seal
 

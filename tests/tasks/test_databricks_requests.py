@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.targets import databricks, databricks_bundle, databricks_code, databricks_request
+from tasks.targets.databricks import archives as databricks_code
+from tasks.targets.databricks import bundle as databricks_bundle
+from tasks.targets.databricks import request as databricks_request
+from tasks.targets.databricks import target as databricks
 from tasks.targets.job import Job
 from tunewright.contract.failures import UserError
 from tunewright.contract.rundir import RunDir

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tasks.targets.databricks_api import Denied, Missing, Refused, Workspace
-from tasks.targets.databricks_logs import Logs
-from tasks.targets.databricks_mlflow import PlatformRun, platform_run
-from tasks.targets.databricks_states import State, parent_of, state_of
+from tasks.targets.databricks.api import Denied, Missing, Refused, Workspace
+from tasks.targets.databricks.logs import Logs
+from tasks.targets.databricks.states import State, parent_of, state_of
+from tasks.targets.databricks.tracking import PlatformRun, platform_run
 from tasks.targets.guardian import undisturbed
 from tasks.targets.job import leave_open
 from tunewright.contract.failures import TunewrightError

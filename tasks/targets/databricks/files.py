@@ -19,7 +19,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from tasks.targets.databricks_api import (
+from tasks.targets.databricks.api import (
     Denied,
     Missing,
     NotOffered,

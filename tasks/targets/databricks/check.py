@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tasks.targets.databricks_access import with_policy
-from tasks.targets.databricks_api import (
+from tasks.targets.databricks.access import with_policy
+from tasks.targets.databricks.api import (
     Missing,
     Refused,
     Workspace,

@@ -2,7 +2,7 @@
 
 Authentication is databricks-sdk's own: environment, profile, OAuth, service principal. The SDK is
 imported when a connection is made, never before. Only the endpoints that
-`tasks.targets.databricks_request` and its neighbours name are used, as plain JSON: a field that
+`tasks.targets.databricks.request` and its neighbours name are used, as plain JSON: a field that
 this SDK does not know yet comes through.
 """
 

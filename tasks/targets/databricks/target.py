@@ -17,16 +17,13 @@ from typing import Any
 
 import yaml
 
-from tasks.targets import databricks_access as access
-from tasks.targets import databricks_check, databricks_inputs
-from tasks.targets import databricks_code as code
-from tasks.targets import databricks_files as files
-from tasks.targets.databricks_api import Missing, Workspace, connect
-from tasks.targets.databricks_logs import Logs, NodeLog
-from tasks.targets.databricks_request import places, requests
-from tasks.targets.databricks_states import State, judge
-from tasks.targets.databricks_submit import submitted, wheel
-from tasks.targets.databricks_watch import Watch
+from tasks.targets.databricks import access, archives, check, files, inputs
+from tasks.targets.databricks.api import Missing, Workspace, connect
+from tasks.targets.databricks.logs import Logs, NodeLog
+from tasks.targets.databricks.request import places, requests
+from tasks.targets.databricks.states import State, judge
+from tasks.targets.databricks.submit import submitted, wheel
+from tasks.targets.databricks.watch import Watch
 from tasks.targets.guardian import Say, undisturbed
 from tasks.targets.job import Ending, Job, is_left_open, leave_open
 from tunewright.contract.failures import TunewrightError, UserError
@@ -99,8 +96,8 @@ def check_name(register_as: str | None, workload: Workload) -> None:
 
 
 def look(workload: Workload, register_as: str | None) -> dict[str, Any]:
-    """Who and where we are, and what the workload lacks there; see `databricks_check`."""
-    return databricks_check.look(workload, register_as)
+    """Who and where we are, and what the workload lacks there; see `check`."""
+    return check.look(workload, register_as)
 
 
 def require(workload: Workload) -> None:
@@ -108,12 +105,12 @@ def require(workload: Workload) -> None:
     if workload.usage_policy_name or workload.secrets:
         workspace = connect()
         access.with_policy(workspace, workload)
-        databricks_check.require_secrets(workspace, workload.secrets)
+        check.require_secrets(workspace, workload.secrets)
 
 
 def bring_inputs(workload: Workload, say: Callable[[str], None]) -> None:
     """What pre-tokenization reads from volumes that are not mounted here."""
-    databricks_inputs.bring(workload, say)
+    inputs.bring(workload, say)
 
 
 def notes(env_variables: Mapping[str, str]) -> list[str]:
@@ -139,7 +136,10 @@ def notes_of(workload: Workload) -> list[str]:
 
 def dry_requests(job: Job, workload: Workload) -> list[dict[str, Any]]:
     """The exact requests of an attempt, as values; the user's name and hashes of code apart."""
-    built, snapshot = wheel(workload), code.snapshot(job.code, build=False) if job.code else None
+    built, snapshot = (
+        wheel(workload),
+        archives.snapshot(job.code, build=False) if job.code else None,
+    )
     found = places(job, workload, ME, built, snapshot)
     given = _dry_parameters(job, workload) if job.has_parameters else None
     return [r.document() for r in requests(job, workload, found, built, snapshot, given)]
