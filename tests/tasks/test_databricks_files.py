@@ -112,7 +112,7 @@ def test_a_file_that_changed_since_it_was_sealed_is_not_sent(
     server: DatabricksServer, workspace: Workspace, folder: Path
 ) -> None:
     content = (folder / "part-3.bin").read_bytes()
-    (folder / "part-3.bin").write_bytes(b"x" + content[1:])
+    (folder / "part-3.bin").write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(Transfer, match=r"part-3\.bin changed after it was sealed"):
         databricks_files.upload(workspace, folder, TARGET)
     assert not (server.on_disk(TARGET) / MANIFEST).exists()
@@ -123,7 +123,8 @@ def test_a_file_with_another_hash_is_not_taken(
 ) -> None:
     databricks_files.upload(workspace, folder, TARGET)
     place = server.on_disk(TARGET) / "part-3.bin"
-    place.write_bytes(b"x" + place.read_bytes()[1:])
+    content = place.read_bytes()
+    place.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(Transfer, match=r"part-3\.bin does not come whole"):
         databricks_files.download(workspace, TARGET, tmp_path / "back")
     assert not (tmp_path / "back" / MANIFEST).exists()
