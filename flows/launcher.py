@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def run(file: Path, overrides: Mapping[str, str], **options: Any) -> tuple[dict[
 
 
 def dry_run(file: Path, overrides: Mapping[str, str], **options: Any) -> dict[str, Any]:
-    """The exact command and environment names of every node; nothing is run or written."""
+    """The exact command and environment names of every node; nothing is run, and nothing stays."""
     from tasks.targets.job import Job
 
     workload = Workload.load(file, overrides)
@@ -59,7 +60,7 @@ def dry_run(file: Path, overrides: Mapping[str, str], **options: Any) -> dict[st
     )
     target = target_named(options["target"])
     if is_platform(options["target"]):
-        return {**found, "requests": target.dry_requests(job, workload)}
+        return {**found, "requests": _requests(job, workload, target)}
     nodes = [target.node_of(job, rank, 0, placement) for rank in range(job.nodes)]
     own = [sorted(set(node.env) - set(os.environ)) for node in nodes]
     return {
@@ -72,19 +73,29 @@ def dry_run(file: Path, overrides: Mapping[str, str], **options: Any) -> dict[st
     }
 
 
+def _requests(job: Any, workload: Workload, target: Any) -> list[dict[str, Any]]:
+    """What a platform would be sent; the size of the code decides where it goes."""
+    with tempfile.TemporaryDirectory(prefix="tunewright-dry-run-") as scratch:
+        if workload.code_source is not None:
+            packed = snapshot.snapshot(workload.code_source)
+            code = snapshot.unpack(packed, Path(scratch, job.code.parent.name))
+            job = replace(job, code=code)
+        return list(target.dry_requests(job, workload))
+
+
 def export_bundle(
     file: Path, overrides: Mapping[str, str], folder: Path, *, force: bool
 ) -> list[str]:
     """Write a workload as a bundle of the platform; the names of its files."""
-    from tasks.targets import databricks_bundle
+    from tasks.targets.databricks import bundle
 
     workload = Workload.load(file, overrides)
     if workload.code_source is None:
-        return databricks_bundle.write(workload, folder, None, force=force)
+        return bundle.write(workload, folder, None, force=force)
     with tempfile.TemporaryDirectory(prefix="tunewright-bundle-") as scratch:
         packed = snapshot.snapshot(workload.code_source)
         code = snapshot.unpack(packed, Path(scratch))
-        return databricks_bundle.write(workload, folder, code, force=force)
+        return bundle.write(workload, folder, code, force=force)
 
 
 def dry_text(found: Mapping[str, Any]) -> Iterator[str]:

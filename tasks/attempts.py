@@ -8,6 +8,7 @@ from typing import Any
 
 from tasks.targets.job import Ending
 from tunewright.contract import receipt as receipts
+from tunewright.contract.mirror import is_mirrored
 from tunewright.contract.rundir import RunDir, read_json, sealed_checkpoints, write_json
 
 _LOST = {
@@ -51,9 +52,13 @@ def conclude(run: RunDir, attempt: int, ending: Ending) -> None:
     write_json(run.attempt_state(attempt) / "ended.json", facts)
 
 
-def conclude_interrupted(run: RunDir, attempt: int) -> None:
-    """Record that an attempt was left by a signal: in order, with its processes ended."""
-    conclude(run, attempt, Ending(None, "interrupted", "", ()))
+def conclude_interrupted(run: RunDir, attempt: int, checkpoint_step: int | None = None) -> None:
+    """Record that an attempt was left by a signal: in order, with its processes ended.
+
+    `checkpoint_step` is that of its newest checkpoint where this machine does not see them.
+    """
+    ending = Ending(None, "interrupted", "", (), checkpoint_step=checkpoint_step)
+    conclude(run, attempt, ending)
 
 
 def ended_well(run: RunDir) -> bool:
@@ -91,7 +96,10 @@ def of_run(run: RunDir, *, running: bool = False) -> tuple[list[dict[str, Any]],
         _told(run, n, found, {"failure": None if n in going_on else _LOST})
         for n, found in zip(numbers, events, strict=True)
     ]
-    return told, receipts.fold_events(events)
+    facts = receipts.fold_events(events)
+    if not facts["steps"] and any(attempt["last_step"] is None for attempt in told):
+        facts["steps"] = None
+    return told, facts
 
 
 def _told(
@@ -99,7 +107,7 @@ def _told(
 ) -> dict[str, Any]:
     started = read_json(run.attempt_state(number) / "started.json") or {}
     ended = read_json(run.attempt_state(number) / "ended.json") or lost
-    first, last = _steps(events)
+    first, last = _steps(events) if _is_told(run, number, ended) else (None, None)
     return {
         "attempt": number,
         "started": started.get("started"),
@@ -109,6 +117,12 @@ def _told(
         "stopped_by": ended.get("stopped_by"),
         "failure": ended["failure"],
     }
+
+
+def _is_told(run: RunDir, number: int, ended: Mapping[str, Any]) -> bool:
+    """Whether its steps are known: those of one cancelled on a platform may not have come here."""
+    is_cut = ended.get("stopped_by") == "interrupted" and is_mirrored(run.root)
+    return not is_cut or run.events(number).exists()
 
 
 def _reach(run: RunDir, number: int) -> tuple[int, int, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 from tasks import attempts, ui
 from tasks.program import ProgramFailed
 from tasks.run import Cancelled, Run
-from tasks.targets import databricks_finish, is_platform
-from tasks.targets.job import Ending
+from tasks.targets import is_platform
+from tasks.targets.databricks import finish
+from tasks.targets.job import Ending, is_left_open
 from tunewright.contract.failures import DataError, TunewrightError, UserError
 from tunewright.contract.rundir import read_json
 
@@ -26,17 +27,28 @@ def finished(run: Run) -> dict[str, Any] | None:
     None when the command left nothing. Raises UserError, DataError or ProgramFailed with the job's
     own sentence.
     """
-    known = read_json(databricks_finish.result_of(run.dir))
-    if known is not None and run.options.register_as in (None, _name_in(known)):
+    known = read_json(finish.result_of(run.dir))
+    if known is not None and _is_asked_for(run, known):
         return known
-    if not databricks_finish.left_something(run.dir):
+    if not finish.left_something(run.dir):
         return None
-    folder = databricks_finish.folder_of(run.dir)
+    # The first may be a job that an earlier start began, to register under another name.
+    for _ in range(2):
+        result = _by_a_job(run)
+        if _is_asked_for(run, result):
+            return result
+        ui.say(f"that job registered as {_name_in(result)}, not as {run.options.register_as}")
+    raise ProgramFailed("the job that consolidates does not register under the name it was given")
+
+
+def _by_a_job(run: Run) -> dict[str, Any]:
+    """What a job leaves that is run to its end: one that is still open, or a new one."""
+    folder = finish.folder_of(run.dir)
     number = attempts.open_number(folder) or attempts.next_number(folder)
     attempts.begin(folder, number)
     ui.say("consolidating and registering on the platform, by a job of its own")
     try:
-        ending, result = databricks_finish.finish(
+        ending, result = finish.finish(
             run.dir,
             number,
             run.workload,
@@ -46,7 +58,7 @@ def finished(run: Run) -> dict[str, Any] | None:
             cancelled=run.is_cancelled,
         )
     except BaseException as error:
-        if not getattr(error, "unsettled", False):
+        if not is_left_open(error):
             attempts.conclude_interrupted(folder, number)
         raise
     attempts.conclude(folder, number, ending)
@@ -54,6 +66,12 @@ def finished(run: Run) -> dict[str, Any] | None:
         run.raise_if_cancelled()
         raise _error_of(ending)
     return dict(result)
+
+
+def _is_asked_for(run: Run, result: Mapping[str, Any]) -> bool:
+    """Whether the model is registered as it should be, if there is one and it should."""
+    has_model = result["consolidate"]["model"] is not None
+    return not has_model or run.options.register_as in (None, _name_in(result))
 
 
 def _name_in(result: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from tasks.nouns import Secrets, Shards, Tokens
 from tasks.policy import told
 from tasks.run import Cancelled, Run, TimedOut
 from tasks.targets import is_platform
-from tasks.targets.job import Ending, Job
+from tasks.targets.job import Ending, Job, is_left_open
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.progress import trained_percent
 from tunewright.contract.rundir import write_text
@@ -60,8 +60,9 @@ def launch(run: Run, tokens: Tokens, secrets: Secrets) -> Shards:
         )
     except BaseException as error:
         # Of an attempt on a platform nobody may know how it is; then the next start looks.
-        if not getattr(error, "unsettled", False):
-            attempts.conclude_interrupted(run.dir, job.attempt)
+        if not is_left_open(error):
+            step = getattr(error, "checkpoint_step", None)
+            attempts.conclude_interrupted(run.dir, job.attempt, step)
         raise
     attempts.conclude(run.dir, job.attempt, ending)
     run.link_platform(job.attempt)

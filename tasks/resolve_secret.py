@@ -14,7 +14,8 @@ from tasks import ui
 from tasks.nouns import Secrets
 from tasks.policy import told
 from tasks.run import Run
-from tasks.targets import databricks_secrets, is_platform
+from tasks.targets import is_platform
+from tasks.targets.databricks import secret_values
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.scrub import SHORTEST, Scrubber
 
@@ -56,7 +57,7 @@ def look_up(references: dict[str, str]) -> Secrets:
     for name, reference in references.items():
         value = os.environ.get(name) or _from_block(block_name(reference))
         try:
-            found[name] = value or databricks_secrets.value_of(reference)
+            found[name] = value or secret_values.value_of(reference)
         except UserError as error:
             missing.append(
                 f"{name} ({reference}): not in the environment variable {name}, "

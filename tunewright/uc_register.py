@@ -56,6 +56,8 @@ def register(
 ) -> dict[str, Any]:
     """The version of `name` that belongs to `run`, READY: {"name", "version", "alias", "task"}.
 
+    `alias` then points at it, unless it points at a newer version: the answer's is None then.
+
     Raises UserError for a folder or name that Unity Catalog does not take, and StoreUnavailable,
     which is worth another attempt.
     """
@@ -91,8 +93,8 @@ def register(
         _await_ready(client, name, version.version, ready_s)
         if is_new:
             _take_away_twins(client, name, run, version.version, known)
-        if alias:
-            client.set_registered_model_alias(name, alias, version.version)
+        if alias and not _move_alias(client, name, alias, int(version.version)):
+            alias = None
     _say(f"{name} version {version.version} is ready")
     return {"name": name, "version": int(version.version), "alias": alias, "task": task}
 
@@ -177,6 +179,25 @@ def _becomes_ready(client: MlflowClient, name: str, number: str, limit_s: float)
             return False
         time.sleep(pause)
         pause = min(2 * pause, 15.0)
+
+
+def _move_alias(client: MlflowClient, name: str, alias: str, number: int) -> bool:
+    """Let the alias point at a version; not back from a newer one, as a run that is gone on with
+    would. Says whether it does.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        newer = int(client.get_model_version_by_alias(name, alias).version)
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+    else:
+        if newer > number:
+            _say(f"the alias {alias} stays at version {newer}, which is newer")
+            return False
+    client.set_registered_model_alias(name, alias, str(number))
+    return True
 
 
 def _task(model: Path) -> str:

@@ -1,4 +1,4 @@
-"""Where a job runs: one file per target, which knows neither Prefect nor torch."""
+"""Where a job runs: one file or folder per target, which knows neither Prefect nor torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tunewright.contract.failures import UserError
 _HOMES = {
     "local": "tasks.targets.local",
     "ray": "tasks.targets.ray_cluster",
-    "databricks": "tasks.targets.databricks",
+    "databricks": "tasks.targets.databricks.target",
 }
 
 

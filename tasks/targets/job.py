@@ -57,3 +57,16 @@ def ending_of(outcomes: list[dict[str, Any]]) -> Ending:
         tail=worst["tail"] if worst else "",
         nodes=tuple(outcomes),
     )
+
+
+def leave_open(error: BaseException, is_open: bool = True) -> None:
+    """Mark an error that ends the following of an attempt: whether the attempt may go on.
+
+    A later start then asks for its end, instead of beginning another beside it.
+    """
+    error.unsettled = is_open  # type: ignore[attr-defined]
+
+
+def is_left_open(error: BaseException, unmarked: bool = False) -> bool:
+    """What `leave_open` said; `unmarked` where it said nothing."""
+    return bool(getattr(error, "unsettled", unmarked))

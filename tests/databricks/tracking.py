@@ -7,11 +7,7 @@ URLs lead back to the real server's artifact store.
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -21,14 +17,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlencode
 
-from tasks.targets.local import free_port
 from tests.databricks.runs import Attempt
 from tests.databricks.state import Rules, State
 from tests.databricks.wire import Answer, ApiError, Request, Wire
+from tests.mlflow_server import MlflowServer
 
 REAL, SHOWN = "mlflow-artifacts:/", "dbfs:/databricks/mlflow-tracking/"
 CHUNK_BYTES = 4 << 20
-_UP_S = 90
 
 
 @dataclass
@@ -37,56 +32,19 @@ class RealServer:
 
     folder: Path
     given: str | None = None
-    _process: subprocess.Popen[bytes] | None = None
-    _address: str | None = None
+    _own: MlflowServer | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def address(self) -> str:
         with self._lock:
-            if self.given is None and self._address is None:
-                self._address = self._start()
-            return self.given or str(self._address)
-
-    def _start(self) -> str:
-        self.folder.mkdir(parents=True)
-        port = free_port()
-        command = [
-            sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", "127.0.0.1",
-            "--port", str(port), "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db",
-            "--artifacts-destination", str(self.folder / "artifacts"),
-        ]  # fmt: skip
-        plain = {k: v for k, v in os.environ.items()
-                 if not k.startswith(("MLFLOW_", "DATABRICKS_"))}  # fmt: skip
-        quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-        with (self.folder / "log").open("w") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, env={**plain, **quiet}
-            )
-        address = f"http://127.0.0.1:{port}"
-        self._await(address)
-        return address
-
-    def _await(self, address: str) -> None:
-        end = time.monotonic() + _UP_S
-        while time.monotonic() < end and self._process and self._process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"{address}/health", timeout=2) as answer:
-                    if answer.status == 200:
-                        return
-            except OSError:
-                time.sleep(0.1)
-        raise RuntimeError(f"mlflow server did not start:\n{(self.folder / 'log').read_text()}")
+            if self.given is None and self._own is None:
+                self._own = MlflowServer(self.folder)
+            return self.given or str(self._own and self._own.address)
 
     def stop(self) -> None:
-        if self._process is None:
-            return
-        os.killpg(self._process.pid, signal.SIGTERM)
-        try:
-            self._process.wait(15)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        if self._own is not None:
+            self._own.stop()
 
 
 class MlflowTracking:

@@ -146,12 +146,18 @@ def test_a_killed_worker_finds_the_job_that_it_never_heard_of(
 def test_a_dry_run_prints_the_requests_and_sends_none(
     home: Home, server: DatabricksServer, write
 ) -> None:
-    file = file_for(write, "true")
+    code = home.path.parent / "project"
+    code.mkdir()
+    (code / "train.py").write_text("print()")
+    file = file_for(write, "true", code_source={
+        "type": "snapshot", "snapshot": {"root_path": str(code)},
+    })  # fmt: skip
     words = ("run", str(file), "--target", "databricks", "--dry-run", "--json")
     found = home.call(*words, **server.environment)
     assert found.returncode == 0, found.stderr
     sent = json.loads(found.stdout)["requests"]
     assert sent[-1]["path"] == "/api/2.2/jobs/runs/submit"
+    assert any("/snapshots/project_" in each["path"] for each in sent)
     assert server.requests == []
     assert home.runs("own") == []
 

@@ -15,8 +15,11 @@ import psutil
 import pytest
 
 from tasks.targets import local
+from tasks.targets.databricks import target as databricks
+from tasks.targets.databricks import watch as databricks_watch
 from tasks.targets.job import Ending, Job
 from tasks.targets.local import Placement
+from tests.databricks_server import DatabricksServer
 from tunewright.contract.rundir import RunDir
 
 WORKLOAD = {
@@ -35,6 +38,21 @@ def workload_document() -> dict[str, Any]:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TUNEWRIGHT_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
+
+
+@pytest.fixture
+def server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> Iterator[DatabricksServer]:
+    """A Databricks workspace without MLflow and with one volume, which this process is set to."""
+    monkeypatch.setattr(databricks_watch, "POLL_S", (0.1, 0.5))
+    monkeypatch.setattr(databricks, "LATE_S", 0.0)
+    with DatabricksServer(tmp_path, mlflow=False) as found:
+        found.rules.grace_s = 5
+        found.add_volume("main.default.runs")
+        for name, value in found.environment.items():
+            monkeypatch.setenv(name, value)
+        yield found
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from tasks import attempts
 from tasks.targets.job import Ending
 from tunewright.contract import rundir
-from tunewright.contract.receipt import events, fold_events
+from tunewright.contract.receipt import events, fold_events, markdown
 
 WELL = Ending(None, None, "", ())
 BADLY = Ending({"class": "unknown", "node": 0, "rank": None, "message": "m"}, None, "", ())
@@ -149,3 +149,15 @@ def test_a_step_that_was_repeated_counts_once_with_its_last_loss():
     facts = fold_events([[step(1, 5.0), step(2, 4.0)], [step(2, 3.0), step(3, 2.0)]])
     assert (facts["steps"], facts["first_loss"], facts["last_loss"]) == (3, 5.0, 2.0)
     assert fold_events([])["first_loss"] is None
+
+
+def test_steps_that_never_came_from_the_platform_are_unknown(home):
+    """Of an attempt that was cancelled where the volume is not mounted, and the workspace away."""
+    run = rundir.RunDir(home / "Volumes/main/default/runs/tiny-0a1b2c3d")
+    attempts.begin(run, 1)
+    attempts.conclude_interrupted(run, 1)
+    (told,), together = attempts.of_run(run)
+    assert (told["resumed_from_step"], told["last_step"], together["steps"]) == (None, None, None)
+    known = {"state": "Cancelled", "run": run.name, "workload": {"sha256": "0"}, "seconds": {}}
+    page = markdown({**known, "attempts": [told], **together})
+    assert "| 1 | step unknown | unknown | interrupted |" in page

@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 
-from tasks.targets import databricks, databricks_watch
-from tasks.targets.databricks_api import Denied, Workspace, WorkspaceAway, connect
-from tasks.targets.databricks_logs import Logs
-from tasks.targets.databricks_states import State, judge, state_of
-from tasks.targets.databricks_watch import Watch
+from tasks.targets.databricks import target as databricks
+from tasks.targets.databricks import watch as databricks_watch
+from tasks.targets.databricks.api import Denied, Workspace, WorkspaceAway, connect
+from tasks.targets.databricks.logs import Logs
+from tasks.targets.databricks.states import State, judge, state_of
+from tasks.targets.databricks.watch import Watch
 from tasks.targets.job import Ending, Job
 from tests.databricks_server import DatabricksServer
 from tunewright.contract.failures import UserError
+from tunewright.contract.mirror import on_volume
 from tunewright.contract.rundir import RunDir, read_json, write_json
 from tunewright.contract.workload import Workload
 
@@ -32,18 +34,6 @@ pytestmark = pytest.mark.skipif(
 
 SUBMIT = "POST */jobs/runs/submit"
 OUTPUT = "/Volumes/main/default/runs"
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Any]:
-    monkeypatch.setattr(databricks_watch, "POLL_S", (0.1, 0.5))
-    monkeypatch.setattr(databricks, "LATE_S", 0.0)
-    with DatabricksServer(tmp_path, mlflow=False) as found:
-        found.rules.grace_s = 5
-        found.add_volume("main.default.runs")
-        for name, value in found.environment.items():
-            monkeypatch.setenv(name, value)
-        yield found
 
 
 def workload(command: str = "true", nodes: int = 2, **more: Any) -> Workload:
@@ -263,13 +253,22 @@ def test_a_request_to_cancel_ends_the_job(server: DatabricksServer, attempt: Att
     assert [run.attempts[-1].phase.result for run in server.runs] == ["CANCELED"]
 
 
-def test_an_interrupted_flow_leaves_no_job(
-    server: DatabricksServer, attempt: Attempt, said: Any
+def test_an_interrupted_flow_leaves_no_job_and_knows_how_far_it_got(
+    server: DatabricksServer, attempt: Attempt, run_dir: RunDir, said: Any
 ) -> None:
     began = time.monotonic()
+    events = '{"event": "start", "step": 0}\n{"event": "step", "step": 7, "loss": 1.0}\n'
 
     def interrupt() -> bool:
         if server.runs and server.runs[0].phase.life == "RUNNING":
+            for place, text in (
+                (run_dir.events(1), events),
+                (run_dir.checkpoints / "step-00000005" / "manifest.json", "{}"),
+                (run_dir.checkpoints / "step-00000007" / "torn", ""),
+            ):
+                there = server.on_disk(on_volume(place))
+                there.parent.mkdir(parents=True, exist_ok=True)
+                there.write_text(text)
             raise KeyboardInterrupt
         return False
 
@@ -278,6 +277,8 @@ def test_an_interrupted_flow_leaves_no_job(
     assert time.monotonic() - began < 60
     assert [run.attempts[-1].phase.terminal for run in server.runs] == [True]
     assert caught.value.unsettled is False  # type: ignore[attr-defined]
+    assert run_dir.events(1).read_text() == events
+    assert caught.value.checkpoint_step == 5  # type: ignore[attr-defined]
 
 
 def test_who_comes_back_finds_the_job_again(
@@ -362,7 +363,7 @@ def test_a_fault_while_cancelling_still_ends_the_job(
 def test_a_workspace_that_stays_away_leaves_the_attempt_open(
     server: DatabricksServer, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.targets.databricks_api.PATIENCE_S", 1.0)
+    monkeypatch.setattr("tasks.targets.databricks.api.PATIENCE_S", 1.0)
     server.fault(SUBMIT, "500", times=100)
     with pytest.raises(WorkspaceAway) as caught:
         attempt()
@@ -589,7 +590,7 @@ def test_what_became_of_a_job_is_asked_again_when_the_workspace_was_away(
     server: DatabricksServer, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that ended well is neither lost nor made again, because its ending came late."""
-    monkeypatch.setattr("tasks.targets.databricks_api.PATIENCE_S", 1.0)
+    monkeypatch.setattr("tasks.targets.databricks.api.PATIENCE_S", 1.0)
     server.fault("*/fs/*", "500", times=100)
     with pytest.raises(WorkspaceAway) as caught:
         attempt()

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.targets import (
-    databricks_api,
-    databricks_check,
-    databricks_files,
-    databricks_inputs,
-    databricks_secrets,
-)
-from tasks.targets.databricks_api import Missing, Workspace, connect
-from tasks.targets.databricks_files import Transfer
+from tasks.targets.databricks import api as databricks_api
+from tasks.targets.databricks import check as databricks_check
+from tasks.targets.databricks import files as databricks_files
+from tasks.targets.databricks import inputs as databricks_inputs
+from tasks.targets.databricks import secret_values as databricks_secrets
+from tasks.targets.databricks.api import Missing, Workspace, connect
+from tasks.targets.databricks.files import Transfer
 from tests.databricks_server import DatabricksServer
 from tunewright.contract.failures import UserError
 from tunewright.contract.rundir import MANIFEST, is_sealed, seal
@@ -30,15 +27,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 TARGET = "/Volumes/main/default/runs/tokens/0123"
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatabricksServer]:
-    with DatabricksServer(tmp_path, mlflow=False) as found:
-        found.add_volume("main.default.runs")
-        for name, value in found.environment.items():
-            monkeypatch.setenv(name, value)
-        yield found
 
 
 @pytest.fixture
@@ -124,7 +112,7 @@ def test_a_file_that_changed_since_it_was_sealed_is_not_sent(
     server: DatabricksServer, workspace: Workspace, folder: Path
 ) -> None:
     content = (folder / "part-3.bin").read_bytes()
-    (folder / "part-3.bin").write_bytes(b"x" + content[1:])
+    (folder / "part-3.bin").write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(Transfer, match=r"part-3\.bin changed after it was sealed"):
         databricks_files.upload(workspace, folder, TARGET)
     assert not (server.on_disk(TARGET) / MANIFEST).exists()
@@ -135,7 +123,8 @@ def test_a_file_with_another_hash_is_not_taken(
 ) -> None:
     databricks_files.upload(workspace, folder, TARGET)
     place = server.on_disk(TARGET) / "part-3.bin"
-    place.write_bytes(b"x" + place.read_bytes()[1:])
+    content = place.read_bytes()
+    place.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(Transfer, match=r"part-3\.bin does not come whole"):
         databricks_files.download(workspace, TARGET, tmp_path / "back")
     assert not (tmp_path / "back" / MANIFEST).exists()
@@ -192,9 +181,8 @@ def test_check_says_who_and_where_and_that_nothing_is_missing(
     server: DatabricksServer, workspace: Workspace
 ) -> None:
     server.state.grants["main.default.runs"] = {"account users": ALL}
-    server.state.grants["main.default"] = {
-        server.state.user: {"USE_CATALOG", "USE_SCHEMA", "CREATE_MODEL"}
-    }
+    server.state.grants["main"] = {server.state.user: {"USE_CATALOG"}}
+    server.state.grants["main.default"] = {server.state.user: {"USE_SCHEMA", "CREATE_MODEL"}}
     server.state.secrets["scope"] = {"key": "value"}
     found = databricks_check.look(workload(secrets={"A": "scope/key"}), "main.default.model")
     assert (found["user"], found["auth"]) == (server.state.user, "pat")
@@ -213,8 +201,53 @@ def test_check_names_all_that_is_missing(server: DatabricksServer, workspace: Wo
     assert "secret B: there is no scope nowhere" in told
 
 
+@pytest.mark.parametrize(
+    ("lacking", "level", "line"),
+    [
+        ("USE_CATALOG", "main", "GRANT USE CATALOG ON CATALOG `main` TO `ann@example.com`"),
+        ("USE_SCHEMA", "main.default",
+         "GRANT USE SCHEMA ON SCHEMA `main`.`default` TO `ann@example.com`"),
+        ("WRITE_VOLUME", "main.default.runs",
+         "GRANT WRITE VOLUME ON VOLUME `main`.`default`.`runs` TO `ann@example.com`"),
+    ],
+)  # fmt: skip
+def test_check_looks_at_each_level_and_says_what_helps(
+    server: DatabricksServer, workspace: Workspace, lacking: str, level: str, line: str
+) -> None:
+    """Without a name to register, too: who may not use the catalog reaches no volume in it."""
+    every = {"USE_CATALOG", "USE_SCHEMA", *ALL}
+    server.state.grants["main"] = {server.state.user: every - {lacking}}
+    (told,) = missing(workspace, workload())
+    kind = ("catalog", "schema", "volume")[level.count(".")]
+    assert told.startswith(f"privileges on {kind} {level}: not granted: {lacking}; ")
+    assert told.endswith(line)
+    # All privileges of a level count there, and on what is in it, but not around it.
+    server.state.grants["main.default"] = {"account users": {"ALL_PRIVILEGES"}}
+    assert bool(missing(workspace, workload())) == (lacking == "USE_CATALOG")
+    server.state.grants["main"] = {"account users": {"ALL PRIVILEGES"}}
+    assert missing(workspace, workload(), "main.default.model") == []
+
+
+def test_check_asks_for_the_models_catalog_beside_the_volumes(
+    server: DatabricksServer, workspace: Workspace
+) -> None:
+    server.state.grants["main"] = {server.state.user: {"ALL_PRIVILEGES"}}
+    server.state.catalogs.add("other")
+    server.state.schemas.add("other.models")
+    told = missing(workspace, workload(), "other.models.tiny")
+    assert [each.partition(":")[0] for each in told] == [
+        "privileges on catalog other",
+        "privileges on schema other.models",
+    ]
+    assert "not granted: USE_SCHEMA, CREATE_MODEL or CREATE_FUNCTION" in told[1]
+    assert "GRANT USE SCHEMA, CREATE MODEL ON SCHEMA `other`.`models`" in told[1]
+    (hidden,) = [t for t in missing(workspace, workload(), "away.models.tiny") if "catalog" in t]
+    assert "you may not see it; if it is there, ask for GRANT USE CATALOG" in hidden
+
+
 def test_check_says_how_a_volume_is_made(server: DatabricksServer, workspace: Workspace) -> None:
     asked = workload(parameters={"output_dir": "/Volumes/main/default/none/x"})
+    server.state.grants["main"] = {"account users": {"ALL_PRIVILEGES"}}
     (told,) = missing(workspace, asked)
     assert "databricks volumes create main default none MANAGED" in told
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,10 +11,15 @@ from typing import Any
 
 import pytest
 
-from tasks.targets import databricks, databricks_finish, databricks_watch
-from tasks.targets.databricks_api import Missing
+from tasks import finishing
+from tasks.run import Options, opened
+from tasks.targets.databricks import finish as databricks_finish
+from tasks.targets.databricks import target as databricks
+from tasks.targets.databricks import watch as databricks_watch
+from tasks.targets.databricks.api import Missing
 from tests.databricks_server import DatabricksServer
 from tests.flows.killing import make_model
+from tunewright.contract.failures import TunewrightError
 from tunewright.contract.rundir import RunDir
 from tunewright.contract.workload import Workload
 
@@ -33,17 +37,6 @@ STARTS = 4
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model as a command leaves it."""
     return make_model(tmp_path_factory.mktemp("made") / "model")
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Any]:
-    monkeypatch.setattr(databricks_watch, "POLL_S", (0.1, 0.5))
-    monkeypatch.setattr(databricks, "LATE_S", 0.0)
-    with DatabricksServer(tmp_path, mlflow=False) as found:
-        found.add_volume("main.default.runs")
-        for name, value in found.environment.items():
-            monkeypatch.setenv(name, value)
-        yield found
 
 
 @pytest.fixture
@@ -69,6 +62,47 @@ def finish(run_dir: RunDir, said: Any) -> tuple[dict[str, Any], int]:
     raise AssertionError(f"{ending}\n{said.lines}")
 
 
+def start(server: DatabricksServer, model: Path, name: str, resume: str | None) -> dict[str, Any]:
+    """One start of a run whose command has left a model, and in which something fails in the end;
+    the run's name and the job's result.
+    """
+    document = {
+        "experiment_name": "tiny", "command": "true", "parameters": {"output_dir": OUTPUT},
+        "compute": {"num_accelerators": 1, "accelerator_type": "GPU_1xH100"},
+    }  # fmt: skip
+    result = None
+    with opened(document, {}, Options("databricks", register_as=name, resume=resume)) as run:
+        left = server.on_disk(f"{OUTPUT}/{run.name}/model")
+        if not left.is_dir():
+            shutil.copytree(model, left)
+        result = finishing.finished(run)
+        raise TunewrightError("what comes then fails")
+    return {"run": run.name, "result": result}
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_another_name_the_next_time_gets_a_version_of_its_own(
+    server: DatabricksServer, model: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    """Also when the job of the first name goes on, of which the next start finds the end."""
+    with monkeypatch.context() as patch:
+        if is_open:
+            patch.setattr(databricks_watch, "_UNKNOWN_S", 0.0)
+            server.fault("GET */jobs/runs/get", "403", times=1000)
+        first = start(server, model, MODEL, None)
+    server.clear_faults()
+    assert (first["result"] is None) == is_open
+    second = start(server, model, f"{MODEL}-2", first["run"])
+    assert second["run"] == first["run"]
+    assert second["result"]["register"]["name"] == f"{MODEL}-2"
+    assert len(server.runs) == 2
+    for name in (MODEL, f"{MODEL}-2"):
+        found = server.registry.models[name]
+        assert (list(found.versions), found.aliases) == ([1], {"candidate": 1})
+    assert start(server, model, f"{MODEL}-2", first["run"])["result"] == second["result"]
+    assert len(server.runs) == 2
+
+
 CALLS = {
     "POST */jobs/runs/submit": "client",
     "GET */jobs/runs/get": "client",
@@ -80,6 +114,7 @@ CALLS = {
     "PUT */fs/files/Models/*": "node",
     "POST */model-versions/finalize": "node",
     "GET */model-versions/get": "node",
+    "GET */registered-models/alias": "node",
     "POST */registered-models/alias": "node",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.targets import databricks, databricks_bundle, databricks_code, databricks_request
+from tasks.targets.databricks import archives as databricks_code
+from tasks.targets.databricks import bundle as databricks_bundle
+from tasks.targets.databricks import request as databricks_request
+from tasks.targets.databricks import target as databricks
 from tasks.targets.job import Job
 from tunewright.contract.failures import UserError
 from tunewright.contract.rundir import RunDir
@@ -188,6 +192,29 @@ def test_a_snapshot_has_one_folder_at_the_top_and_is_packed_once(
     again = databricks_code.snapshot(folder)
     assert isinstance(again.content, Path)
     assert again.content.read_bytes() == first
+
+
+@pytest.mark.parametrize("is_packable", [True, False])
+def test_a_dry_run_shows_where_the_snapshot_goes(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packable: bool
+) -> None:
+    """By its size when it is packed, for which nothing is written."""
+    monkeypatch.setattr(databricks_code, "WORKSPACE_LIMIT", 100_000)
+    folder = tmp_path / "0123456789ab" / "project"
+    folder.mkdir(parents=True)
+    (folder / "data").write_bytes(bytes(200_000) if is_packable else os.urandom(200_000))
+    workload = Workload.load(EVERYTHING)
+    found = databricks.dry_requests(job(workload, home, code=folder), workload)
+    name = "project_0123456789ab.tar.gz"
+    place = "/Workspace/Users/<you>/.tunewright" if is_packable else OUTPUT
+    sent = found[-1]["body"]["tasks"][0]["ai_runtime_task"]["code_source_path"]
+    assert sent == f"{place}/snapshots/{name}"
+    (upload,) = [r for r in found if r.get("content") == f"<{name}>"]
+    assert upload["path"].startswith("/api/2.0/workspace-files" if is_packable else "/api/2.0/fs/")
+    assert not (home / "cache").exists()
+    built = databricks_code.snapshot(folder)
+    where = databricks_request.places(job(workload, home), workload, "<you>", None, built)
+    assert where.snapshot == sent
 
 
 def test_a_large_snapshot_goes_to_a_volume(home: Path) -> None:

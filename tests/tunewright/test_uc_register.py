@@ -77,6 +77,24 @@ def test_another_run_gets_a_version_of_its_own(server: DatabricksServer, sealed:
     assert server.registry.models[NAME].aliases == {"candidate": 2}
 
 
+def test_a_run_that_is_gone_on_with_does_not_move_the_alias_back(
+    server: DatabricksServer, sealed: Path
+) -> None:
+    register(sealed, alias="candidate")
+    uc_register.register(sealed, NAME, "tiny-ffffffff", alias="candidate")
+    again = register(sealed, alias="candidate")
+    assert (again["version"], again["alias"]) == (1, None)
+    model = server.registry.models[NAME]
+    assert model.aliases == {"candidate": 2}
+    # One that points at an older version, or nowhere, is ours to move: we may have died before it.
+    model.aliases["candidate"] = 1
+    uc_register.register(sealed, NAME, "tiny-ffffffff", alias="candidate")
+    assert model.aliases == {"candidate": 2}
+    model.aliases.clear()
+    assert register(sealed, alias="candidate")["alias"] == "candidate"
+    assert model.aliases == {"candidate": 1}
+
+
 def test_a_model_without_a_chat_template_completes(
     server: DatabricksServer, sealed: Path, tmp_path: Path
 ) -> None:

@@ -248,10 +248,11 @@ def _attempt(attempt: Mapping[str, Any]) -> str:
     ended = attempt.get("stopped_by") or "well"
     if failure:
         ended = f"{failure['class']}: {_one_line(failure['message'])}"
-    return (
-        f"| {attempt['attempt']} | step {attempt['resumed_from_step']} "
-        f"| {attempt['last_step']} | {ended} |"
+    first, last = (
+        "unknown" if attempt[key] is None else attempt[key]
+        for key in ("resumed_from_step", "last_step")
     )
+    return f"| {attempt['attempt']} | step {first} | {last} | {ended} |"
 
 
 def _change(first: float | None, last: float | None) -> str:

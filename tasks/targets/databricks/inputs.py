@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tasks.targets import databricks_files as files
-from tasks.targets.databricks_api import Missing, Workspace, connect
-from tasks.targets.databricks_files import Facts
+from tasks.targets.databricks import files
+from tasks.targets.databricks.api import Missing, Workspace, connect
+from tasks.targets.databricks.files import Facts
 from tunewright.contract.datanames import parse
 from tunewright.contract.failures import UserError
 from tunewright.contract.mirror import VOLUMES, here, is_mirrored, on_volume

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tasks.targets.databricks_api import Denied, Missing, Refused, Workspace
-from tasks.targets.databricks_logs import Logs
-from tasks.targets.databricks_mlflow import PlatformRun, platform_run
-from tasks.targets.databricks_states import State, parent_of, state_of
+from tasks.targets.databricks.api import Denied, Missing, Refused, Workspace
+from tasks.targets.databricks.logs import Logs
+from tasks.targets.databricks.states import State, parent_of, state_of
+from tasks.targets.databricks.tracking import PlatformRun, platform_run
 from tasks.targets.guardian import undisturbed
+from tasks.targets.job import leave_open
 from tunewright.contract.failures import TunewrightError
 from tunewright.contract.rundir import RunDir, read_json, write_json
 
@@ -85,7 +86,7 @@ class Watch:
         except (Missing, Denied):
             raise
         except BaseException as error:
-            error.unsettled = True  # type: ignore[attr-defined]
+            leave_open(error)
             with undisturbed():
                 self._interrupt(error)
             raise
@@ -210,7 +211,7 @@ class Watch:
                 self._look()
         # One that ended well before it could be cancelled is for the next start to collect.
         is_over = self.state.ended and not self.state.well
-        error.unsettled = not is_over  # type: ignore[attr-defined]
+        leave_open(error, not is_over)
 
     def _rest(self) -> None:
         """Until the next look, or a request to cancel."""

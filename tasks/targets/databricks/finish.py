@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.targets import databricks
-from tasks.targets import databricks_files as files
-from tasks.targets.databricks_api import Missing, Workspace, connect
-from tasks.targets.databricks_request import NO_ENVIRONMENT, with_recipes
+from tasks.targets.databricks import files, target
+from tasks.targets.databricks.api import Missing, Workspace, connect
+from tasks.targets.databricks.request import NO_ENVIRONMENT, with_recipes
 from tasks.targets.guardian import Say
 from tasks.targets.job import Ending, Job
 from tunewright.contract.mirror import on_volume
@@ -62,9 +61,9 @@ def finish(
         deadline_s=_LIMIT_MINUTES * 60,
     )
     folder.attempt_state(attempt).mkdir(parents=True, exist_ok=True)
-    placement = databricks.Placement(1, 1, small)
-    ending = databricks.run(job, {}, say, placement, cancelled=cancelled)
-    with databricks.left_open():
+    placement = target.Placement(1, 1, small)
+    ending = target.run(job, {}, say, placement, cancelled=cancelled)
+    with target.left_open():
         return ending, _result(folder) if ending.well else None
 
 
@@ -79,7 +78,7 @@ def result_of(run: RunDir) -> Path:
 
 def _result(folder: RunDir) -> dict[str, Any] | None:
     place = folder.root / "result.json"
-    limit = time.monotonic() + databricks.LATE_S
+    limit = time.monotonic() + target.LATE_S
     while on_volume(place) != str(place):
         try:
             files.fetch(connect(), on_volume(place), place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tasks.targets.databricks_api import Refused, Workspace
+from tasks.targets.databricks.api import Refused, Workspace
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.workload import Workload
 

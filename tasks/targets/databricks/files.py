@@ -1,8 +1,9 @@
 """Folders of a volume through the Files API, for machines on which it is not mounted.
 
-Whole files, several at a time; a file that is there with its size is not sent again, and a torn
-download goes on where it stopped. A folder's marker, `manifest.json`, always comes last, so that
-half a folder is never taken for one: sizes are checked on the way out, hashes on the way in.
+Several files at a time; a file that is there with its size is not sent again, a large one goes in
+parts so that a cut costs a part, and a torn download goes on where it stopped. A folder's marker,
+`manifest.json`, always comes last, so that half a folder is never taken for one: sizes are checked
+on the way out, hashes on the way in.
 """
 
 from __future__ import annotations
@@ -18,15 +19,34 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from tasks.targets.databricks_api import Missing, Workspace, WorkspaceAway, opened, quoted
+from tasks.targets.databricks.api import (
+    Denied,
+    Missing,
+    NotOffered,
+    Refused,
+    Workspace,
+    WorkspaceAway,
+    opened,
+    quoted,
+)
 from tunewright.contract.failures import TunewrightError
 from tunewright.contract.rundir import MANIFEST, hash_file, manifest
 
 FILES = "/api/2.0/fs/files"
 FOLDERS = "/api/2.0/fs/directories"
 AT_ONCE = 8
-_SINGLE = 4 << 30
-"""Bytes that one PUT may carry, with room below the platform's 5 GiB."""
+LARGE = 50 << 20
+"""Bytes from which a file goes in parts; databricks-sdk draws the line there too."""
+_PART = 5 << 20
+_MOST_PARTS = 10_000
+"""S3 takes so many, and none below 5 MiB but the last
+(docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html).
+"""
+_LARGE_AT_ONCE = 4
+PARTS_AT_ONCE = 8
+"""Of all files together. The SDK keeps two parts for each on its way and one for each file in
+memory: 100 MiB, and the allocator about half of that again.
+"""
 _CHUNK = 1 << 20
 _TRIES = 5
 _SAY_EVERY_S = 5.0
@@ -87,6 +107,8 @@ def upload(workspace: Workspace, folder: Path, target: str, say: Say = lambda li
     make_folders(
         workspace, {str(PurePosixPath(target, name).parent) for name in [*files, MANIFEST]}
     )
+    large = [name for name in missing if files[name]["size"] >= LARGE]
+    parts_at_once = PARTS_AT_ONCE // min(max(1, len(large)), _LARGE_AT_ONCE)
     total = sum(files[name]["size"] for name in missing)
     say(f"sending {len(missing)} of {len(files)} files, {total / 1e6:,.1f} MB, to {target}")
     progress = Progress("sent", total, say)
@@ -95,13 +117,14 @@ def upload(workspace: Workspace, folder: Path, target: str, say: Say = lambda li
         entry, path = files[name], folder / name
         if hash_file(path) != entry["xxh3_128"]:
             raise Transfer(f"{path} changed after it was sealed; it is not sent")
-        put(workspace, path, f"{target}/{name}")
+        put(workspace, path, f"{target}/{name}", parts_at_once)
         arrived = size(workspace, f"{target}/{name}")
         if arrived != entry["size"]:
             raise Transfer(f"{target}/{name} has {arrived} bytes, sent were {entry['size']}")
         progress.add(entry["size"])
 
-    _side_by_side(send, missing)
+    _side_by_side(send, [name for name in missing if name not in large])
+    _side_by_side(send, large, _LARGE_AT_ONCE)
     put(workspace, seal, f"{target}/{MANIFEST}")
 
 
@@ -158,12 +181,44 @@ def part_of(place: Path) -> Path:
     return place.with_name(f".{place.name}.part")
 
 
-def put(workspace: Workspace, what: bytes | Path, target: str) -> None:
-    """Write one file of a volume, whole; its folder is there."""
-    if isinstance(what, Path) and what.stat().st_size > _SINGLE:
-        workspace.send_large(what, target)
+def put(
+    workspace: Workspace, what: bytes | Path, target: str, parts_at_once: int = PARTS_AT_ONCE
+) -> None:
+    """Write one file of a volume, whole; its folder is there.
+
+    Raises Transfer when a large file does not get there whole.
+    """
+    if isinstance(what, Path) and what.stat().st_size >= LARGE:
+        _put_parts(workspace, what, target, parts_at_once)
         return
     workspace.send("PUT", FILES + quoted(target), opened(what), {"overwrite": "true"})
+
+
+def _put_parts(workspace: Workspace, source: Path, target: str, parts_at_once: int) -> None:
+    """A large file; nothing of it shows on the volume before all of it is there."""
+    total, before = source.stat().st_size, _facts_if_there(workspace, target)
+
+    def arrived() -> bool:
+        """Whether the end was reached, whatever was answered: another file than before is there."""
+        with suppress(TunewrightError):
+            now = facts_of(workspace, target, patience_s=0)
+            return now != before and now.size == total
+        return False
+
+    part_bytes = max(_PART, -(-total // _MOST_PARTS))
+    try:
+        workspace.send_parts(source, target, part_bytes, parts_at_once, arrived)
+    except (Denied, NotOffered):
+        raise
+    except Refused as error:
+        # The folder is there and the name is ours: what was refused is this upload, not its user.
+        raise Transfer(f"{source} does not get to {target}: {error}") from None
+
+
+def _facts_if_there(workspace: Workspace, path: str) -> Facts | None:
+    with suppress(Missing):
+        return facts_of(workspace, path)
+    return None
 
 
 def content(workspace: Workspace, path: str) -> bytes | None:
@@ -181,9 +236,9 @@ def size(workspace: Workspace, path: str) -> int:
     return int(workspace.head(FILES + quoted(path))["content-length"] or 0)
 
 
-def facts_of(workspace: Workspace, path: str) -> Facts:
+def facts_of(workspace: Workspace, path: str, patience_s: float | None = None) -> Facts:
     """A file on a volume; raises Missing."""
-    told = workspace.head(FILES + quoted(path))
+    told = workspace.head(FILES + quoted(path), patience_s=patience_s)
     return Facts(int(told["content-length"] or 0), _seconds(told.get("last-modified")))
 
 
@@ -271,9 +326,11 @@ def _is_whole(path: Path, entry: Mapping[str, Any]) -> bool:
     )
 
 
-def _side_by_side(work: Callable[[str], None], names: Iterable[str]) -> None:
+def _side_by_side(
+    work: Callable[[str], None], names: Iterable[str], at_once: int = AT_ONCE
+) -> None:
     """Several at once; the first error ends what has not begun."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(work, name) for name in names]
         try:
             for done in waiting:

@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from tasks.targets.databricks_api import quoted
-from tasks.targets.databricks_code import Archive, recipe_requirements
+from tasks.targets.databricks.api import quoted
+from tasks.targets.databricks.archives import Archive, recipe_requirements
 from tasks.targets.job import Job
 from tunewright.contract.mirror import on_volume
 from tunewright.contract.parts import Environment

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tasks.targets import databricks_code as code
-from tasks.targets import databricks_files as files
-from tasks.targets.databricks_api import Missing, Refused, Workspace, opened
-from tasks.targets.databricks_request import IMPORT, SUBMIT, Request, places, requests, token
-from tasks.targets.databricks_watch import CANCEL, GET
+from tasks.targets.databricks import archives, files
+from tasks.targets.databricks.api import Missing, Refused, Workspace, opened
+from tasks.targets.databricks.request import IMPORT, SUBMIT, Request, places, requests, token
+from tasks.targets.databricks.watch import CANCEL, GET
 from tasks.targets.guardian import undisturbed
-from tasks.targets.job import Job
+from tasks.targets.job import Job, leave_open
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.mirror import is_mirrored, on_volume
 from tunewright.contract.rundir import read_json, write_json
@@ -36,7 +35,7 @@ def submitted(
         say(f"attempt {job.attempt} is job {known['run_id']} already; following it")
         return int(known["run_id"])
     built = wheel(workload)
-    snapshot = code.snapshot(job.code) if job.code else None
+    snapshot = archives.snapshot(job.code) if job.code else None
     found = places(job, workload, workspace.me, built, snapshot)
     _bring_tokens(workspace, job, say)
     parameters = job.run.hyperparameters.read_text() if job.has_parameters else None
@@ -58,7 +57,7 @@ def _same_workspace(workspace: Workspace, job: Job) -> None:
             f"attempt {job.attempt} of {job.run.name} was submitted to {host}, and this is "
             f"{workspace.host}; log in there to go on with it, or begin anew with --fresh"
         )
-        error.unsettled = True  # type: ignore[attr-defined]
+        leave_open(error)
         raise error
 
 
@@ -70,7 +69,7 @@ def _submit(workspace: Workspace, job: Job, request: Request, folder: str | None
         raise
     except BaseException as error:
         # Whether there is a job now nobody knows; the same attempt, asked again, finds out.
-        error.unsettled = True  # type: ignore[attr-defined]
+        leave_open(error)
         if not isinstance(error, TunewrightError):
             _end_what_was_asked_for(workspace, job, request, folder)
         raise
@@ -128,12 +127,14 @@ def _send(workspace: Workspace, request: Request) -> None:
         workspace.post(request.path, request.body)
         return
     content = request.content
-    if isinstance(content, code.Archive):
+    if isinstance(content, archives.Archive):
         if _is_there(workspace, request, content.size):
             return
         assert content.content is not None
         if request.path.startswith(files.FILES):
             files.make_folders(workspace, [str(Path(request.target).parent)])
+            files.put(workspace, content.content, request.target)
+            return
         content = content.content  # type: ignore[assignment]
     assert isinstance(content, bytes | Path)
     workspace.send(request.method, request.path, opened(content), request.query)
@@ -149,11 +150,11 @@ def _is_there(workspace: Workspace, request: Request, size: int) -> bool:
         return False
 
 
-def wheel(workload: Workload) -> code.Archive | None:
+def wheel(workload: Workload) -> archives.Archive | None:
     """tunewright itself, unless the workload's image brings it."""
     given = workload.environment
     has_image = given is not None and (given.docker_image or given.unity_catalog_image)
-    return None if has_image else code.wheel()
+    return None if has_image else archives.wheel()
 
 
 def _bring_tokens(workspace: Workspace, job: Job, say: Callable[[str], None]) -> None:

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.targets.databricks_api import Denied, Missing, Refused, Workspace, WorkspaceAway
-from tasks.targets.databricks_mlflow import PlatformRun
+from tasks.targets.databricks.api import Denied, Missing, Refused, Workspace, WorkspaceAway
+from tasks.targets.databricks.tracking import PlatformRun
 from tunewright.contract.failures import TunewrightError
 from tunewright.contract.scrub import Scrubber
 

@@ -7,11 +7,11 @@ nothing; a secret is looked for in the list of its scope, and its value is never
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tasks.targets.databricks_access import with_policy
-from tasks.targets.databricks_api import (
+from tasks.targets.databricks.access import with_policy
+from tasks.targets.databricks.api import (
     Missing,
     Refused,
     Workspace,
@@ -25,7 +25,12 @@ from tunewright.contract.workload import Workload
 
 _CATALOG = "/api/2.1/unity-catalog"
 _VOLUME = re.compile(r"/Volumes/([^/]+)/([^/]+)/([^/]+)")
-_ALL = {"ALL_PRIVILEGES", "ALL PRIVILEGES", "MANAGE", "OWNERSHIP"}
+_ALL = {"ALL_PRIVILEGES", "OWNERSHIP"}
+
+Wanted = list[tuple[str, ...]]
+"""Of each tuple one privilege is enough; the first is the one to ask for."""
+_OF_VOLUME: Wanted = [("READ_VOLUME",), ("WRITE_VOLUME",)]
+_OF_MODELS = ("CREATE_MODEL", "CREATE_FUNCTION")
 
 Finding = dict[str, str]
 
@@ -44,12 +49,16 @@ def findings(
     workspace: Workspace, workload: Workload, register_as: str | None
 ) -> Iterator[Finding]:
     """Everything that a run of this workload needs there, one finding each."""
-    yield from _volume(workspace, str(workload.parameters.get("output_dir")))
+    places = [str(workload.parameters.get("output_dir"))]
     source = workload.code_source
     if source is not None and source.remote_volume:
-        yield from _volume(workspace, source.remote_volume)
+        places.append(source.remote_volume)
+    for place in places:
+        yield from _volume(workspace, place)
     if register_as:
         yield from _model_schema(workspace, register_as)
+    for (kind, name), wanted in _around(places, register_as).items():
+        yield from _level(workspace, kind, name, wanted)
     lacking = missing_secrets(workspace, workload.secrets)
     for name, reference in workload.secrets.items():
         reason = lacking.get(name)
@@ -110,8 +119,7 @@ def _volume(workspace: Workspace, path: str) -> Iterator[Finding]:
     facts = _asked(workspace, f"{_CATALOG}/volumes/{quoted(name)}")
     if isinstance(facts, Mapping):
         yield _finding(f"volume {name}", "it is there", is_missing=False)
-        wanted = {"READ_VOLUME", "WRITE_VOLUME"}
-        yield from _privileges(workspace, "volume", name, [wanted], facts.get("owner"))
+        yield from _privileges(workspace, "volume", name, _OF_VOLUME, facts.get("owner"))
         return
     schema_facts = _asked(workspace, f"{_CATALOG}/schemas/{quoted(f'{catalog}.{schema}')}")
     if isinstance(schema_facts, Mapping):
@@ -130,20 +138,36 @@ def _model_schema(workspace: Workspace, register_as: str) -> Iterator[Finding]:
         yield _finding(f"schema {schema}", f"{facts}; {register_as} is registered in it")
         return
     yield _finding(f"schema {schema}", "it is there", is_missing=False)
-    wanted = [{"USE_CATALOG"}, {"USE_SCHEMA"}, {"CREATE_MODEL", "CREATE_FUNCTION"}]
-    yield from _privileges(workspace, "schema", schema, wanted, facts.get("owner"), any_of=True)
+
+
+def _around(places: Iterable[str], register_as: str | None) -> dict[tuple[str, str], Wanted]:
+    """What is needed on the catalogs and schemas around volumes and model, by kind and name."""
+    schemas = [".".join(match.groups()[:2]) for match in map(_VOLUME.match, places) if match]
+    if register_as:
+        schemas.append(register_as.rpartition(".")[0])
+    found: dict[tuple[str, str], Wanted] = {}
+    for schema in schemas:
+        found["catalog", schema.partition(".")[0]] = [("USE_CATALOG",)]
+        found["schema", schema] = [("USE_SCHEMA",)]
+    if register_as:
+        found["schema", schemas[-1]].append(_OF_MODELS)
+    return found
+
+
+def _level(workspace: Workspace, kind: str, name: str, wanted: Wanted) -> Iterator[Finding]:
+    """A catalog or schema; of a schema that is not there something else has told."""
+    facts = _asked(workspace, f"{_CATALOG}/{kind}s/{quoted(name)}")
+    if isinstance(facts, Mapping):
+        yield from _privileges(workspace, kind, name, wanted, facts.get("owner"))
+    elif kind == "catalog":
+        way = _grant(workspace, kind, name, ["USE_CATALOG"])
+        yield _finding(f"catalog {name}", f"{facts}; if it is there, ask for {way}")
 
 
 def _privileges(
-    workspace: Workspace,
-    kind: str,
-    name: str,
-    wanted: Iterable[set[str]],
-    owner: Any,
-    *,
-    any_of: bool = False,
+    workspace: Workspace, kind: str, name: str, wanted: Wanted, owner: Any
 ) -> Iterator[Finding]:
-    """One finding on what we may do: of each set all, or with `any_of` one, is needed."""
+    """One finding on what we may do there, by grants on it and on what is around it."""
     what = f"privileges on {kind} {name}"
     if owner == workspace.me:
         yield _finding(what, "you own it", is_missing=False)
@@ -158,15 +182,20 @@ def _privileges(
         if assignment.get("principal") in workspace.principals
         for privilege in assignment.get("privileges") or []
     }
-    test: Callable[[set[str]], bool] = (
-        (lambda w: bool(w & held)) if any_of else (lambda w: w <= held)
-    )
-    word = " or " if any_of else ", "
-    lacking = [word.join(sorted(w - held)) for w in wanted if not test(w)]
-    if held & _ALL or not lacking:
+    lacking = [either for either in wanted if not held & {*either, *_ALL}]
+    if not lacking:
         yield _finding(what, "as they are needed", is_missing=False)
-    else:
-        yield _finding(what, f"not granted: {', '.join(lacking)}; ask the owner ({owner})")
+        return
+    words = ", ".join(" or ".join(either) for either in lacking)
+    way = _grant(workspace, kind, name, [either[0] for either in lacking])
+    yield _finding(what, f"not granted: {words}; ask the owner ({owner}) for {way}")
+
+
+def _grant(workspace: Workspace, kind: str, name: str, privileges: Iterable[str]) -> str:
+    """The line of SQL that gives us what we lack."""
+    words = ", ".join(privilege.replace("_", " ") for privilege in privileges)
+    place = ".".join(f"`{part}`" for part in name.split("."))
+    return f"GRANT {words} ON {kind.upper()} {place} TO `{workspace.me}`"
 
 
 def _accelerator(kind: str) -> Finding:

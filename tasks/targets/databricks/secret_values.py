@@ -7,7 +7,7 @@ import binascii
 import os
 from pathlib import Path
 
-from tasks.targets.databricks_api import Refused, connect
+from tasks.targets.databricks.api import Refused, connect
 from tunewright.contract.failures import UserError
 
 _VARIABLES = ("DATABRICKS_HOST", "DATABRICKS_CONFIG_PROFILE")

@@ -2,7 +2,7 @@
 
 Authentication is databricks-sdk's own: environment, profile, OAuth, service principal. The SDK is
 imported when a connection is made, never before. Only the endpoints that
-`tasks.targets.databricks_request` and its neighbours name are used, as plain JSON: a field that
+`tasks.targets.databricks.request` and its neighbours name are used, as plain JSON: a field that
 this SDK does not know yet comes through.
 """
 
@@ -12,9 +12,11 @@ import configparser
 import io
 import logging
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
@@ -27,7 +29,11 @@ PATIENCE_S = 180.0
 _SDK_PATIENCE_S = 30
 _PAUSE_S = (0.5, 8.0)
 _TIMEOUT_S = 60.0
+_SENDINGS = 3
+_PART_TRIES = 1000
+"""More than a part can use up within PATIENCE_S: that alone ends its repetition."""
 _REFUSALS = ("Unauthenticated", "PermissionDenied")
+_TRANSFER = re.compile(r"chunk upload|server response|max retry attempts")
 _BAD_LOGINS = ("invalid_client", "invalid_grant", "unauthorized_client", "access_denied")
 
 
@@ -128,9 +134,39 @@ class Workspace:
 
         self._patiently(once)
 
-    def send_large(self, source: Path, target: str) -> None:
-        """A file of any size to a volume, in the SDK's own way for large ones."""
-        self._patiently(lambda: self._client.files.upload_from(target, str(source), overwrite=True))
+    def send_parts(
+        self, source: Path, target: str, part_bytes: int, at_once: int, arrived: Callable[[], bool]
+    ) -> None:
+        """A large file to a volume in parts, as the SDK sends them: each is repeated by itself.
+
+        Where the workspace or its storage takes no parts, the SDK sends the file whole. `arrived`
+        is asked after an error: the file may be there although the last answer was lost.
+        """
+        for more in reversed(range(_SENDINGS)):
+            try:
+                with source.open("rb") as data:
+                    self._transfers.upload(
+                        target, data, overwrite=True, part_size=part_bytes, parallelism=at_once
+                    )
+                return
+            except Exception as error:
+                if arrived():
+                    return
+                told = _of_transfer(error, self.host)
+                # A time-out was long enough; the rest is what the SDK does not repeat by itself.
+                if isinstance(error, TimeoutError) or not (
+                    more and isinstance(told, WorkspaceAway)
+                ):
+                    raise told from None
+            time.sleep(_PAUSE_S[0])
+
+    @cached_property
+    def _transfers(self) -> Any:
+        """The SDK's transfers, with our patience for each part instead of its own few tries."""
+        config = self._client.config.copy()
+        config.retry_timeout_seconds = PATIENCE_S
+        config.experimental_files_ext_cloud_api_max_retries = _PART_TRIES
+        return type(self._client)(config=config).files
 
     def read(self, path: str, start: int = 0) -> BinaryIO:
         """The bytes at a path from byte `start`, as a stream for the caller to close."""
@@ -141,10 +177,12 @@ class Workspace:
         stream: BinaryIO = found["contents"]
         return stream
 
-    def head(self, path: str) -> dict[str, Any]:
+    def head(self, path: str, *, patience_s: float | None = None) -> dict[str, Any]:
         """{"content-length", "last-modified"} of a file; raises Missing."""
         wanted = ["content-length", "last-modified"]
-        return dict(self._patiently(lambda: self._do("HEAD", path, response_headers=wanted)))
+        return dict(
+            self._patiently(lambda: self._do("HEAD", path, response_headers=wanted), patience_s)
+        )
 
     def _json(
         self, method: str, path: str, patience_s: float | None = None, **rest: Any
@@ -236,6 +274,13 @@ def _explained(error: Exception, host: str) -> Exception:
     if isinstance(error, ValueError | OSError | NotImplementedError | RuntimeError):
         return error if is_local else _of_login(error, text, host)
     return error
+
+
+def _of_transfer(error: Exception, host: str) -> Exception:
+    """An error of a transfer in parts; those of its own that the SDK raises are bare, too."""
+    if type(error) in (ValueError, RuntimeError) and _TRANSFER.search(str(error)):
+        return WorkspaceAway(f"the workspace {host} takes no parts of a file: {_first(str(error))}")
+    return _explained(error, host)
 
 
 def _of_login(error: Exception, text: str, host: str) -> TunewrightError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tasks.targets.databricks_api import Missing, Workspace, quoted
+from tasks.targets.databricks.api import Missing, Workspace, quoted
 from tunewright.contract.failures import TunewrightError
 
 OUTPUT = "/api/2.2/jobs/runs/get-output"

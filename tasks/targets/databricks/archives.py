@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import tunewright
 from tunewright.contract.rundir import home
@@ -42,12 +43,11 @@ class Archive:
 def snapshot(folder: Path, *, build: bool = True) -> Archive:
     """An unpacked snapshot, `…/<hash>/<folder>`, as a tar with that one folder at the top.
 
-    Without `build` only its name, for showing: its size is not known then, so it is shown as one
-    that the workspace takes.
+    Without `build` nothing is written; its size then tells where it would go.
     """
     name = f"{folder.name}_{folder.parent.name}.tar.gz"
     if not build:
-        return Archive(name, None, 0)
+        return Archive(name, None, _size_packed(folder))
     place = home() / "cache" / "databricks" / name
     if not place.is_file():
         _pack(folder, place)
@@ -90,22 +90,50 @@ def _names_train(marker: str) -> bool:
     return "'train'" in marker or '"train"' in marker
 
 
+def _size_packed(folder: Path) -> int:
+    """Bytes of the archive; more than that where even the plain files are no more than fit."""
+    plain = sum(path.lstat().st_size + 2 * tarfile.BLOCKSIZE for path in folder.rglob("*"))
+    if plain <= WORKSPACE_LIMIT:
+        return plain
+    counter = _Counter()
+    _write(folder, counter)
+    return counter.count
+
+
+class _Counter(io.RawIOBase):
+    """Takes bytes and keeps only their number."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.count += len(data)
+        return len(data)
+
+
 def _pack(folder: Path, place: Path) -> None:
-    """A gzipped tar without owners and times; symbolic links stay links."""
     place.parent.mkdir(parents=True, exist_ok=True)
     draft = place.with_name(f".{place.name}.{os.getpid()}")
     try:
-        with (
-            draft.open("wb") as file,
-            gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed,
-            tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
-        ):
-            for path in sorted([folder, *folder.rglob("*")]):
-                arcname = str(Path(folder.name, path.relative_to(folder)))
-                tar.add(path, arcname, recursive=False, filter=_plain)
+        with draft.open("wb") as file:
+            _write(folder, file)
         os.replace(draft, place)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _write(folder: Path, file: Any) -> None:
+    """A gzipped tar without owners and times; symbolic links stay links."""
+    with (
+        gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for path in sorted([folder, *folder.rglob("*")]):
+            arcname = str(Path(folder.name, path.relative_to(folder)))
+            tar.add(path, arcname, recursive=False, filter=_plain)
 
 
 def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -17,18 +17,15 @@ from typing import Any
 
 import yaml
 
-from tasks.targets import databricks_access as access
-from tasks.targets import databricks_check, databricks_inputs
-from tasks.targets import databricks_code as code
-from tasks.targets import databricks_files as files
-from tasks.targets.databricks_api import Missing, Workspace, connect
-from tasks.targets.databricks_logs import Logs, NodeLog
-from tasks.targets.databricks_request import places, requests
-from tasks.targets.databricks_states import State, judge
-from tasks.targets.databricks_submit import submitted, wheel
-from tasks.targets.databricks_watch import Watch
-from tasks.targets.guardian import Say
-from tasks.targets.job import Ending, Job
+from tasks.targets.databricks import access, archives, check, files, inputs
+from tasks.targets.databricks.api import Missing, Workspace, connect
+from tasks.targets.databricks.logs import Logs, NodeLog
+from tasks.targets.databricks.request import places, requests
+from tasks.targets.databricks.states import State, judge
+from tasks.targets.databricks.submit import submitted, wheel
+from tasks.targets.databricks.watch import Watch
+from tasks.targets.guardian import Say, undisturbed
+from tasks.targets.job import Ending, Job, is_left_open, leave_open
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.mirror import is_mirrored, on_volume, values_on_volume
 from tunewright.contract.processes import GRACE_S
@@ -99,8 +96,8 @@ def check_name(register_as: str | None, workload: Workload) -> None:
 
 
 def look(workload: Workload, register_as: str | None) -> dict[str, Any]:
-    """Who and where we are, and what the workload lacks there; see `databricks_check`."""
-    return databricks_check.look(workload, register_as)
+    """Who and where we are, and what the workload lacks there; see `check`."""
+    return check.look(workload, register_as)
 
 
 def require(workload: Workload) -> None:
@@ -108,12 +105,12 @@ def require(workload: Workload) -> None:
     if workload.usage_policy_name or workload.secrets:
         workspace = connect()
         access.with_policy(workspace, workload)
-        databricks_check.require_secrets(workspace, workload.secrets)
+        check.require_secrets(workspace, workload.secrets)
 
 
 def bring_inputs(workload: Workload, say: Callable[[str], None]) -> None:
     """What pre-tokenization reads from volumes that are not mounted here."""
-    databricks_inputs.bring(workload, say)
+    inputs.bring(workload, say)
 
 
 def notes(env_variables: Mapping[str, str]) -> list[str]:
@@ -139,7 +136,10 @@ def notes_of(workload: Workload) -> list[str]:
 
 def dry_requests(job: Job, workload: Workload) -> list[dict[str, Any]]:
     """The exact requests of an attempt, as values; the user's name and hashes of code apart."""
-    built, snapshot = wheel(workload), code.snapshot(job.code, build=False) if job.code else None
+    built, snapshot = (
+        wheel(workload),
+        archives.snapshot(job.code, build=False) if job.code else None,
+    )
     found = places(job, workload, ME, built, snapshot)
     given = _dry_parameters(job, workload) if job.has_parameters else None
     return [r.document() for r in requests(job, workload, found, built, snapshot, given)]
@@ -194,7 +194,7 @@ def left_open() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.unsettled = getattr(error, "unsettled", True)  # type: ignore[attr-defined]
+        leave_open(error, is_left_open(error, unmarked=True))
         raise
 
 
@@ -225,6 +225,12 @@ def _to_the_end(
         state = watch.to_the_end(Logs(workspace, job_run, logs))
     except Missing as error:
         state = State("INTERNAL_ERROR", "INTERNAL_ERROR", message=str(error))
+    except BaseException as error:
+        if not is_left_open(error, unmarked=True):
+            # Cancelled by us, and over: nobody collects it later.
+            with undisturbed():
+                error.checkpoint_step = _reached(workspace, job)  # type: ignore[attr-defined]
+        raise
     _link(watch, job)
     return _collect(workspace, job, watch, state, Scrubber(secrets))
 
@@ -271,12 +277,27 @@ def _collect(
     outcomes = list(_outcomes(workspace, job, is_late=not state.well))
     for node in range(job.nodes):
         _keep_log(workspace, job, node, scrubber)
-    step = None
-    if is_mirrored(job.run.root):
-        _fetch_if_there(workspace, job.run.events(job.attempt))
-        step = _newest_step(workspace, job)
+    step = _progress(workspace, job)
     ending = judge(state, outcomes, watch.reason, _tail(_followed(job, 0)))
     return replace(ending, checkpoint_step=step)
+
+
+def _reached(workspace: Workspace, job: Job) -> int | None:
+    """How far an attempt got that we have cancelled, as far as that can be had soon."""
+    workspace.patience_s = _LAST_WORD_S
+    with suppress(TunewrightError, OSError):
+        return _progress(workspace, job)
+    return None
+
+
+def _progress(workspace: Workspace, job: Job) -> int | None:
+    """The step of the newest checkpoint on a volume that is not mounted, its events brought here;
+    None on one that is.
+    """
+    if not is_mirrored(job.run.root):
+        return None
+    _fetch_if_there(workspace, job.run.events(job.attempt))
+    return _newest_step(workspace, job)
 
 
 def _outcomes(workspace: Workspace, job: Job, is_late: bool) -> Iterator[dict[str, Any]]:

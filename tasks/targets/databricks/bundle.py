@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from tasks.targets.databricks_code import wheel
-from tasks.targets.databricks_inputs import paths_of
-from tasks.targets.databricks_request import LAUNCH_FILES, Places, bundled_files, bundled_task
+from tasks.targets.databricks.archives import wheel
+from tasks.targets.databricks.inputs import paths_of
+from tasks.targets.databricks.request import LAUNCH_FILES, Places, bundled_files, bundled_task
 from tunewright.contract.failures import UserError
 from tunewright.contract.mirror import VOLUMES
 from tunewright.contract.workload import Workload
