@@ -14,6 +14,26 @@ from tests.databricks_server import DatabricksServer
 from tests.flows.cli import ROOT, Home
 
 OUTPUT = "/Volumes/main/default/runs"
+_SMALL = {
+    "compute.num_accelerators": 16,  # two nodes; each runs one process here
+    "parameters.init": "random",
+    "parameters.dataset_name": f"{OUTPUT}/inputs/demo.jsonl",
+    "parameters.output_dir": OUTPUT,
+    "parameters.max_seq_len": 256,
+    "parameters.per_device_batch_size": 1,
+    "parameters.gradient_accumulation_steps": 1,
+    "parameters.learning_rate": 0.01,
+    "parameters.max_steps": 4,
+    "parameters.save_steps": 2,
+    "parameters.eval_steps": 4,
+}
+
+
+def small(name: str) -> dict[str, Any]:
+    """What a deployment is set to, so that two nodes train a small model in a few steps; its folder
+    and the rows lie on the volume.
+    """
+    return {**_SMALL, "parameters.model_name": f"{OUTPUT}/inputs/{name}"}
 
 
 def run(home: Home, server: DatabricksServer, file: Path, *words: str) -> subprocess.Popen[str]:

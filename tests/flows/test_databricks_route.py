@@ -16,26 +16,13 @@ import pytest
 
 from tests.databricks_server import DatabricksServer
 from tests.flows.cli import ROOT, Home
-from tests.flows.on_databricks import OUTPUT, ended, run
+from tests.flows.on_databricks import OUTPUT, ended, run, small
 
 pytestmark = [
     pytest.mark.flow,
     pytest.mark.skipif(find_spec("databricks") is None, reason="needs tunewright[databricks]"),
 ]
 RECORDED = ROOT / "tests" / "data" / "databricks"
-SMALL = {
-    "compute.num_accelerators": 16,  # two nodes; each runs one process here
-    "parameters.init": "random",
-    "parameters.dataset_name": f"{OUTPUT}/inputs/demo.jsonl",
-    "parameters.output_dir": OUTPUT,
-    "parameters.max_seq_len": 256,
-    "parameters.per_device_batch_size": 1,
-    "parameters.gradient_accumulation_steps": 1,
-    "parameters.learning_rate": 0.01,
-    "parameters.max_steps": 4,
-    "parameters.save_steps": 2,
-    "parameters.eval_steps": 4,
-}
 _CHANGING = [
     (r"(\+|%2B)[0-9a-f]{12}-py3", r"\1HASH-py3"),
     (r'"bytes": \d+', '"bytes": 0'),
@@ -63,8 +50,7 @@ def test_a_deployment_goes_the_whole_route(home: Home, server: DatabricksServer,
     shutil.copytree(ROOT / "tests" / "data" / "models" / name, inputs / name)
     shutil.copy(ROOT / "deployments" / "demo.jsonl", inputs)
     model = f"main.default.{name}"
-    sets = {**SMALL, "parameters.model_name": f"{OUTPUT}/inputs/{name}"}
-    words = [f"--set={key}={value}" for key, value in sets.items()]
+    words = [f"--set={key}={value}" for key, value in small(name).items()]
     file = ROOT / "deployments" / f"{name}.yaml"
     process = run(home, server, file, "--register", model, *words)
     facts, narration = ended(process, 500)

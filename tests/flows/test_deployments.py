@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.databricks_server import DatabricksServer
 from tests.flows.cli import FEW_STEPS, ROOT, Home
+from tests.flows.on_databricks import OUTPUT, small
 
 pytestmark = pytest.mark.flow
 
@@ -60,10 +64,10 @@ def _prefect(home: Home, cwd: Path, *words: str) -> subprocess.CompletedProcess[
 
 
 def _deployment_run(
-    worker: Home, name: str, **parameters: object
+    worker: Home, name: str, *words: str, **parameters: object
 ) -> subprocess.CompletedProcess[str]:
-    words = [f"--param={key}={json.dumps(value)}" for key, value in parameters.items()]
-    return _prefect(worker, worker.path, "deployment", "run", name, *words, "--watch")
+    given = [f"--param={key}={json.dumps(value)}" for key, value in parameters.items()]
+    return _prefect(worker, worker.path, "deployment", "run", name, *given, *words, "--watch")
 
 
 def test_everything_is_deployed(worker, api) -> None:
@@ -110,3 +114,20 @@ def test_llama_on_two_simulated_nodes(worker) -> None:
         worker.call("check", str(ROOT / "deployments/llama.yaml"), "--json").stdout
     )
     assert (planned["attempts"], planned["timeout_minutes"]) == (2, 120)
+
+
+@pytest.mark.skipif(find_spec("databricks") is None, reason="needs tunewright[databricks]")
+def test_llama_on_databricks(worker, mlflow_server: str, tmp_path: Path) -> None:
+    """As it is deployed, on a worker that is logged in; the workspace is the stand-in."""
+    with DatabricksServer(tmp_path, mlflow=mlflow_server) as server:
+        server.add_volume("main.default.runs")
+        server.state.secrets["my_scope"] = {"hf_token": "hf_of-the-platform"}
+        inputs = server.on_disk(f"{OUTPUT}/inputs")
+        shutil.copytree(LLAMA, inputs / "llama")
+        shutil.copy(ROOT / "deployments" / "demo.jsonl", inputs)
+        login = f"--job-variable=env={json.dumps(server.environment)}"
+        found = _deployment_run(worker, "sft/llama", login, set=small("llama"))
+        assert found.returncode == 0, found.stdout + found.stderr
+        assert len(server.runs) == 2
+        versions = server.registry.models["main.default.llama31_8b_sft"].versions
+        assert [versions[n].status for n in versions] == ["READY"]
