@@ -25,6 +25,7 @@ from flows.importing.rules import (
     whole,
     words,
 )
+from tunewright.contract.failures import UserError
 
 TOOL = "torchtune"
 _REWARDS = "training on preferences or rewards is not here"
@@ -127,7 +128,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def resolved(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The file with `${name}` replaced by what it refers to; what cannot be stays as it is."""
+    """The file with `${name}` replaced by what it refers to; what cannot be stays, for `fill`."""
     known = dict(leaves(source))
 
     def filled(value: Any, depth: int = 0) -> Any:
@@ -150,6 +151,7 @@ def fill(draft: Draft) -> None:
 
     Raises UserError for what is not here.
     """
+    _refuse_references(draft)
     refuse(draft, TOOL, REFUSED)
     _refuse_components(draft)
     if draft.get("optimizer") is None or draft.get("dataset") is None:
@@ -166,6 +168,16 @@ def fill(draft: Draft) -> None:
     _clipping(draft)
     draft.assume("weight_decay", 0.01, "AdamW's default there")
     draft.assume("adam_beta2", 0.999, "AdamW's default there")
+
+
+def _refuse_references(draft: Draft) -> None:
+    """A path with `${…}` in it would be taken for the name of a folder."""
+    for key, value in leaves(draft.source):
+        if "${" in str(value):
+            raise UserError(
+                f"{draft.name}: {key}: {shown(value)} cannot be filled in from the file; "
+                "write its value there"
+            )
 
 
 def _refuse_components(draft: Draft) -> None:

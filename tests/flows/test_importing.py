@@ -478,6 +478,12 @@ def test_rows_that_are_not_here_are_refused(name: str, why: str) -> None:
             "sequence_len: long is not a number",
         ),
         ("base_model: a/b\nadapter: lora", "datasets is not set"),
+        (
+            "model: {_component_: a.b}\noutput_dir: ${oc.env:OUT}/run",
+            "output_dir: ${oc.env:OUT}/run cannot be",
+        ),
+        ("model: {_component_: a.b}\nx: ${y}\ny: ${x}", "x: ${x} cannot be"),
+        ("model: {_component_: a.b, files: [a, '${b}']}", "model.files: ['a', '${b}'] cannot be"),
     ],
 )
 def test_bad_files_end_with_one_message_and_exit_2(

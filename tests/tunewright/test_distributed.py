@@ -360,6 +360,13 @@ def test_what_cannot_run_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyP
     assert "num_accelerators is 0" in refusal(lambda: distributed(gpus=0))
     assert "timeout is -1" in refusal(lambda: distributed(gpus=1, timeout=-1))
     assert "gpuz is no setting" in refusal(lambda: train.with_overrides(gpuz=1))
+    for name, value in {"remote": "false", "simulate": "no", "accelerator_type": 8}.items():
+        wrong: Any = {name: value}
+        assert f"{name} is {value!r}; it must be" in refusal(lambda: distributed(2, **wrong))  # noqa: B023
+        assert f"{name} is {value!r}; it must be" in refusal(lambda: ray_launch(2, **wrong))  # noqa: B023
+    no_function: Any = "train"
+    assert "'train' is none" in refusal(lambda: distributed(gpus=1)(no_function))
+    assert "'train' is none" in refusal(lambda: ray_launch(gpus=1)(no_function))
     assert "does not say how many" in refusal(distributed(simulate=True)(print).distributed)
 
 

@@ -39,7 +39,9 @@ class Distributed(Generic[P, R]):
     """
 
     def __init__(self, func: Callable[P, R], request: Request, body: Callable[P, R]) -> None:
-        """`body` is what a rank runs for `func`."""
+        """`body` is what a rank runs for `func`. Raises UserError when `func` is no function."""
+        if not callable(func):
+            raise UserError(f"the decorator is for a function, and {func!r} is none")
         functools.update_wrapper(self, func)
         self.func = func
         self._name = getattr(func, "__name__", type(func).__name__)
@@ -165,6 +167,10 @@ def _settings(**given: Any) -> dict[str, Any]:
         raise UserError(f"{sorted(unknown)[0]} is no setting; there are {', '.join(sorted(known))}")
     _check_number("num_accelerators", given.get("num_accelerators"), int)
     _check_number("timeout", given.get("timeout"), (int, float))
+    # "false" would count as true.
+    for name in ("remote", "simulate"):
+        _check_kind(name, given.get(name), bool, "True or False")
+    _check_kind("accelerator_type", given.get("accelerator_type"), str, 'a name, like "H100"')
     return given
 
 
@@ -173,6 +179,11 @@ def _check_number(name: str, value: Any, kind: Any) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
         what = "a whole number of at least 1" if kind is int else "seconds, more than 0"
+        raise UserError(f"{name} is {value!r}; it must be {what}")
+
+
+def _check_kind(name: str, value: Any, kind: type, what: str) -> None:
+    if value is not None and not isinstance(value, kind):
         raise UserError(f"{name} is {value!r}; it must be {what}")
 
 
