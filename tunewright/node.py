@@ -30,14 +30,14 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tunewright.contract import processes
+from tunewright.contract import logtail, processes
 from tunewright.contract.failures import FAILURE_DIR_VARIABLE, FailureClass
 from tunewright.contract.rundir import read_json, write_json
 from tunewright.contract.scrub import Scrubber
 
-TAIL_LINES = 20
 _WITNESS_LINES = 120
 """How far back the cause may stand: torchrun says 50 lines and more after it."""
+_ERROR_CHARACTERS = 300
 _NOT_STARTED = 127
 _POLL_S = 0.05
 _DRAIN_S = 5.0
@@ -174,7 +174,7 @@ class Guardian:
             "exit_code": self._exit_code(),
             "stopped_by": self.stopped_by,
             "failure": failure,
-            "tail": _tail(self.log),
+            "tail": logtail.tail(logtail.last_lines(self.log)),
             "survivors": self.survivors,
             "started": started,
             "ended": time.time(),
@@ -189,11 +189,15 @@ class Guardian:
         # A command that ends well because it was told to has still not done its work.
         if code == 0 and self.stopped_by is None:
             return None
-        told, tail = self._told_by_ranks(), _tail(self.log, _WITNESS_LINES)
+        told, lines = self._told_by_ranks(), logtail.last_lines(self.log)
+        tail = "\n".join(lines[-_WITNESS_LINES:])
         root = _TORCHRUN_ROOT.search(tail)
         rank = told["rank"] if told else int(root[1]) if root else None
         killed = code == 137 or (root is not None and int(root[2]) in (-9, 137))
-        return self._failed(*self._classify(code, killed, kernel_oom, told, tail), rank=rank)
+        failure_class, message = self._classify(code, killed, kernel_oom, told, tail)
+        if failure_class == "unknown" and not told and (error := logtail.error(lines, rank)):
+            message += f": {error[:_ERROR_CHARACTERS]}"
+        return self._failed(failure_class, message, rank=rank)
 
     def _failed(
         self, failure_class: FailureClass, message: str, rank: int | None = None
@@ -230,17 +234,6 @@ class Guardian:
         found = [facts for path in files if (facts := read_json(path))]
         told = [facts for facts in found if {"class", "rank", "message"} <= set(facts)]
         return min(told, key=lambda facts: facts["class"] == "unknown", default=None)
-
-
-def _tail(path: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log, from its last 64 KiB."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 65536))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-    return "\n".join(text.rstrip().splitlines()[-lines:])
 
 
 def _oom_kills() -> int:

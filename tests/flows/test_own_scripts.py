@@ -81,3 +81,18 @@ def test_asked_for_a_version_it_fails_for_want_of_a_model(home, project) -> None
     found = home.run(project, "--register", "wanted", sets={"parameters.save": False})
     assert found.code == 1
     assert found.facts["state"] == "Failed"
+
+
+def test_the_error_of_a_script_is_told_and_not_torchruns(home, project) -> None:
+    script = "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('my own trouble')\n"
+    (project.parent / "train.py").write_text(script)
+    found = home.run(project, sets={"max_retries": 0})
+    assert found.code == 1
+    (attempt,) = found.facts["attempts"]
+    assert attempt["failure"] == {
+        "class": "unknown", "node": 1, "rank": 1,
+        "message": "the command exited with 1: ValueError: my own trouble",
+    }  # fmt: skip
+    evidence = found.narration.partition("the end of")[2]
+    assert "raise ValueError" in evidence
+    assert "ChildFailedError" not in evidence

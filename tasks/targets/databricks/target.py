@@ -26,6 +26,7 @@ from tasks.targets.databricks.submit import submitted, wheel
 from tasks.targets.databricks.watch import Watch
 from tasks.targets.guardian import Say, undisturbed
 from tasks.targets.job import Ending, Job, is_left_open, leave_open
+from tunewright.contract import logtail
 from tunewright.contract.failures import TunewrightError, UserError
 from tunewright.contract.mirror import is_mirrored, on_volume, values_on_volume
 from tunewright.contract.processes import GRACE_S
@@ -39,7 +40,6 @@ _MODEL_NAME = re.compile(r"[^./\s\x00-\x1f\x7f]{1,255}(\.[^./\s\x00-\x1f\x7f]{1,
 _VOLUME = re.compile(r"/Volumes/[^/]+/[^/]+/[^/]+")
 LATE_S = 10.0
 """How long a file that has just been written on the volume may not show."""
-_TAIL_LINES = 20
 _CHUNK = 1 << 20
 _LAST_WORD_S = 10.0
 
@@ -278,7 +278,8 @@ def _collect(
     for node in range(job.nodes):
         _keep_log(workspace, job, node, scrubber)
     step = _progress(workspace, job)
-    ending = judge(state, outcomes, watch.reason, _tail(_followed(job, 0)))
+    end = logtail.tail(logtail.last_lines(_followed(job, 0)))
+    ending = judge(state, outcomes, watch.reason, end)
     return replace(ending, checkpoint_step=step)
 
 
@@ -366,11 +367,3 @@ def _refuse_local(model: str) -> None:
             f"parameters.model_name is {model}, a folder of this machine that no node of the "
             "platform sees; put it on a volume (/Volumes/…) or name a model of the Hub"
         )
-
-
-def _tail(log: Path) -> str:
-    try:
-        text = log.read_bytes()[-65536:].decode("utf-8", "replace")
-    except OSError:
-        return ""
-    return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
