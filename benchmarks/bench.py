@@ -58,11 +58,19 @@ class Runner:
     `gpus`: how many they use, 0 for the CPU. `more`: settings of the recipe, set by hand.
     """
 
+    cpu_ranks = 1
+    """Processes where there is no GPU."""
+
     def __init__(self, scratch: Path, gpus: int, steps: int, more: dict[str, str]) -> None:
         self.scratch = scratch
         self.gpus = gpus
         self.steps = steps
         self.more = more
+
+    @property
+    def ranks(self) -> int:
+        """Processes: one for each GPU."""
+        return self.gpus or self.cpu_ranks
 
     def attempt(self, case: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The figures of a case; one that fails says why, and the others still run."""
@@ -117,7 +125,7 @@ class Runner:
         self, *command: str, ranks: range | None = None, where: Sequence[str] = ("--standalone",)
     ) -> subprocess.Popen[str]:
         """A node of torchrun, `where` among others; its processes are `ranks` (default: all)."""
-        each = f"--nproc-per-node={len(ranks) if ranks else max(1, self.gpus)}"
+        each = f"--nproc-per-node={len(ranks) if ranks else self.ranks}"
         words = ("-m", "torch.distributed.run", each, *where, *command)
         return self.python(*words, gpus=ranks)
 

@@ -1,12 +1,14 @@
-"""What the public gpt-oss example does with a GPU; started by lora_step.py.
+"""What the public gpt-oss example does with its GPUs; started by lora_step.py.
 
     python benchmarks/example_lora.py MODEL_FOLDER TOKENS STEPS RESULT
+    torchrun --nproc-per-node=N benchmarks/example_lora.py MODEL_FOLDER TOKENS STEPS RESULT
 
 TRL's SFTTrainer with the example's arguments on the rows of TOKENS, in random order: eager
-attention, one row of its own length at a time, four of them a step; PEFT's adapters of rank 32 on
-all linear layers and of rank 8 on the experts' tensors; weights and adapters in bf16, activations
-recomputed, AdamW. On one GPU nothing is sharded. Random weights, made on the device. What differs
-from the example: the rows are tokens already, and TRL is the version that is installed.
+attention, one row of its own length at a time on each GPU, four of them a step; PEFT's adapters of
+rank 32 on all linear layers and of rank 8 on the experts' tensors; weights and adapters in bf16,
+activations recomputed, AdamW. Under torchrun everything is sharded as the example has it, with
+accelerate's FSDP2; by itself, on one GPU, nothing is. Random weights, made on the device. What
+differs from the example: the rows are tokens already, and TRL is the version that is installed.
 """
 
 from __future__ import annotations
@@ -18,15 +20,25 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import fields
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 # With more GPUs in sight Trainer would spread the row over them by itself.
-os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+os.environ |= (
+    {}
+    if "RANK" in os.environ
+    else {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+)
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from accelerate import DistributedType, init_empty_weights
+from accelerate.state import AcceleratorState
+from accelerate.utils import fsdp_utils
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
@@ -40,6 +52,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 MAX_LENGTH, ROWS, WARM_UP = 2048, 4, 2
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 RECOMPUTE = next(
     name
@@ -66,13 +79,17 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         self.tokens += inputs[0].numel()
 
     def figures(self) -> dict[str, float]:
-        """Of the steps after the warm-up."""
+        """Of the steps after the warm-up; the tokens of all ranks, the rate of each."""
         (begun, before), (ended, after) = self.marks[WARM_UP - 1], self.marks[-1]
-        steps = len(self.marks) - WARM_UP
+        steps, tokens, seconds = len(self.marks) - WARM_UP, float(after - before), ended - begun
+        if RANKS > 1:
+            found: list[Any] = [None] * RANKS
+            dist.all_gather_object(found, (tokens, seconds))
+            tokens, seconds = sum(t for t, _ in found), max(s for _, s in found)
         return {
-            "tokens_per_second": (after - before) / (ended - begun),
-            "step_seconds": (ended - begun) / steps,
-            "tokens_per_step": (after - before) / steps,
+            "tokens_per_second": tokens / seconds / RANKS,
+            "step_seconds": seconds / steps,
+            "tokens_per_step": tokens / steps,
             "steps": steps,
             "peak_memory_gib": peak_gib(),
         }
@@ -83,34 +100,47 @@ def main(folder: str, tokens: str, steps: int, result: str) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     model = adapted(folder)
     meter = Meter(model.get_input_embeddings())
+    if RANKS > 1:
+        fsdp_utils.fsdp2_load_full_state_dict = filled
+        if not torch.cuda.is_available():
+            AcceleratorState.__init__ = shards_on_cpus(AcceleratorState.__init__)
     with tempfile.TemporaryDirectory() as scratch:
         trainer = SFTTrainer(
             model=model,
-            args=arguments(scratch, steps + WARM_UP),
-            train_dataset=rows(tokens, ROWS * (steps + WARM_UP)),
+            args=arguments(scratch, steps + WARM_UP, model),
+            train_dataset=rows(tokens, RANKS * ROWS * (steps + WARM_UP)),
             processing_class=no_tokenizer(),
             callbacks=[meter],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    layers = [part for part in model.modules() if type(part).__name__.endswith("DecoderLayer")]
     paths = {
-        "recomputation": bool(layers) and all(layer.gradient_checkpointing for layer in layers),
+        "recomputation": recomputes(model),
+        "sharded": sorted({type(p).__name__ for p in model.parameters()}),
         "attention": model.config._attn_implementation,
         "experts": getattr(model.config, "_experts_implementation", None),
         "types": sorted({str(p.dtype) for p in model.parameters()}),
     }
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     found = {**meter.figures(), "adapter_parameters": adapters, "paths": paths}
-    Path(result).write_text(json.dumps(found))
+    if RANK == 0:
+        Path(result).write_text(json.dumps(found))
+    if RANKS > 1:
+        dist.destroy_process_group()
 
 
 def adapted(folder: str) -> Any:
+    """With adapters, in bf16; on several ranks without weights: those are made sharded."""
     config = AutoConfig.from_pretrained(folder)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with init_empty_weights(include_buffers=False) if RANKS > 1 else device:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="eager"
         )
+        return with_adapters(model)
+
+
+def with_adapters(model: Any) -> Any:
     model.config.use_cache = False
     # In its own words, but the ranks of the experts' tensors; PEFT says that it does not find them
     # among the layers, and does use them.
@@ -127,8 +157,55 @@ def adapted(folder: str) -> Any:
     return get_peft_model(model, lora).to(torch.bfloat16)
 
 
-def arguments(folder: str, steps: int) -> SFTConfig:
+def filled(accelerator: Any, model: Any, *_: Any, **__: Any) -> None:
+    """In place of the weights that accelerate sends from rank 0: each rank draws its own shards."""
+    model.to_empty(device=accelerator.device)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter.to_local(), std=0.02)
+
+
+def shards_on_cpus(init: Callable[..., None]) -> Callable[..., None]:
+    """accelerate shards on GPUs only, and makes DDP of the same arguments elsewhere."""
+
+    @wraps(init)
+    def patched(self: Any, *args: Any, fsdp_plugin: Any = None, **more: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **more)
+        if fsdp_plugin is not None:
+            fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    return patched
+
+
+def recomputes(model: Any) -> bool:
+    """Whether every decoder layer does, in transformers' way or in FSDP's."""
+    names = [name for name, part in model.named_modules() if is_layer(part)]
+    layers = [model.get_submodule(name) for name in names]
+    inside = (name for name in names if "_checkpoint_wrapped_module" in name)
+    return bool(layers) and (
+        all(layer.gradient_checkpointing for layer in layers) or len(list(inside)) == len(names)
+    )
+
+
+def is_layer(part: torch.nn.Module) -> bool:
+    return type(part).__name__.removeprefix("FSDP").endswith("DecoderLayer")
+
+
+def arguments(folder: str, steps: int, model: Any) -> SFTConfig:
     recompute: dict[str, Any] = {RECOMPUTE: True}
+    if RANKS > 1:
+        layers = sorted({type(part).__name__ for part in model.modules() if is_layer(part)})
+        recompute = {
+            RECOMPUTE: False,
+            "fsdp": "full_shard auto_wrap",
+            "fsdp_config": {
+                "version": 2, "fsdp_transformer_layer_cls_to_wrap": layers,
+                "reshard_after_forward": True, "activation_checkpointing": True, "xla": False,
+                "limit_all_gathers": True,
+                # So that accelerate shards before there are weights; see `filled`.
+                "cpu_ram_efficient_loading": True,
+            },
+        }  # fmt: skip
     return SFTConfig(
         output_dir=folder,
         max_steps=steps,

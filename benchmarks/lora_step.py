@@ -2,16 +2,18 @@
 
     python benchmarks/lora_step.py [--json] [--quick] [--gpus N] [--only CASE …] [--layers N …]
 
-Cases:
-  gpt-oss-20b   our recipe, nothing set but the example's batch and ranks (default on one GPU)
+Cases, on one GPU:
+  gpt-oss-20b   our recipe, nothing set but the example's batch and ranks
   example       TRL and PEFT as the public example calls them, on the same rows (example_lora.py)
-  gpt-oss-120b  our recipe with the frozen weights sharded over all GPUs, at 4, 12 and 36 layers or
-                those of --layers, until one does not fit (default on more GPUs)
+and on more, at 4, 12 and 36 layers or those of --layers, each until one does not fit:
+  gpt-oss-120b  our recipe with the frozen weights sharded over all GPUs
+  example-120b  the example beside it, sharded as it does that
 
 Random weights. Rows have the lengths of 999 real Alpaca rows times 3.3, so that the longest has the
 example's 2,048 tokens (mean 630): the rows of its own data set are not here. Every token is learnt
 from, in all cases; rates are in tokens without padding. Our recipe runs through lora_unsealed.py,
-which leaves out the copy of the random weights on disk. Without GPUs a tiny shape runs on the CPU.
+which leaves out the copy of the random weights on disk. Without GPUs a tiny shape runs on the CPU,
+in --ranks processes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +54,25 @@ TINY = {**LARGE, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip
 TINY_PACK = 1024
-CASES = ("gpt-oss-20b", "example", "gpt-oss-120b")
+CASES = ("gpt-oss-20b", "example", "gpt-oss-120b", "example-120b")
 LAYERS = [4, 12, 36]
 
 
 def main() -> int:
     parser = arguments(__doc__, CASES)
     parser.add_argument("--layers", type=int, nargs="+", help="of gpt-oss-120b; default: 4 12 36")
+    parser.add_argument("--ranks", type=int, default=1, help="processes where there is no GPU")
     args = parser.parse_args()
-    chosen = args.only or (CASES[:2] if args.gpus < 2 else CASES[2:])
     layers = args.layers or (LAYERS if args.gpus else [1, 2])
     more = dict(pair.split("=", 1) for pair in args.set)
     with tempfile.TemporaryDirectory(prefix="tunewright-lora-step-") as scratch:
         bench = Bench(Path(scratch), args.gpus, steps=4 if args.quick else 10, more=more)
+        bench.cpu_ranks = args.ranks
+        chosen = args.only or (CASES[:2] if bench.ranks == 1 else CASES[2:])
         found: dict[str, dict[str, Any]] = {}
-        for case in chosen:
-            found |= bench.growing(layers) if case == "gpt-oss-120b" else bench.single(case)
+        for case in (case for case in chosen if case in CASES[:2]):
+            found |= bench.single(case)
+        found |= bench.growing(layers, [case for case in chosen if case in CASES[2:]])
         return shown(bench.document(found), args.json)
 
 
@@ -74,29 +80,37 @@ class Bench(Runner):
     """Runs cases one after the other in a folder of their own."""
 
     def single(self, case: str) -> dict[str, dict[str, Any]]:
-        run = self._example if case == "example" else lambda: self._recipe(case, SMALL)
-        return {case: self.attempt(case, run)}
+        run = self._example if case == "example" else partial(self._recipe, case)
+        return {case: self.attempt(case, lambda: run(SMALL))}
 
-    def growing(self, layers: list[int]) -> dict[str, dict[str, Any]]:
-        """The shape of 120b with more and more layers, until so many do not fit."""
+    def growing(self, layers: list[int], cases: list[str]) -> dict[str, dict[str, Any]]:
+        """The shape of 120b with more and more layers; a case ends where so many do not fit."""
         found: dict[str, dict[str, Any]] = {}
         for count in layers:
-            case, config = f"gpt-oss-120b_{count}_layers", {**LARGE, "num_hidden_layers": count}
-            found[case] = self.attempt(
-                case, lambda c=case, s=config: self._recipe(c, s, sharding="fsdp")
-            )
-            if "failed" in found[case]:
-                break
+            config = {**LARGE, "num_hidden_layers": count}
+            runs = {
+                "gpt-oss-120b": lambda s=config: self._recipe("gpt-oss-120b", s, sharding="fsdp"),
+                "example-120b": lambda s=config: self._example(s),
+            }
+            for case in list(cases):
+                name = f"{case}_{count}_layers"
+                found[name] = self.attempt(name, runs[case])
+                if "failed" in found[name]:
+                    cases.remove(case)
         return found
 
     def document(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         more = ratio(found, "lora_over_example", "gpt-oss-20b", "example")
+        for case in [case for case in found if case.startswith("gpt-oss-120b")]:
+            theirs = case.replace("gpt-oss-120b", "example-120b")
+            more |= ratio(found, f"lora_over_{theirs}", case, theirs)
         shares = {
             f"{case}_share_of_ceiling": values["model_flops"] / values["ceiling_flops"]
             for case, values in found.items()
             if values.get("ceiling_flops")
         }
-        targets = {"lora_over_example": 3.0} if self.gpus == 1 else {}
+        aims = {1: "lora_over_example", 8: "lora_over_example-120b_36_layers"}
+        targets = {aims[self.gpus]: 3.0} if self.gpus in aims else {}
         packages = ("trl", "peft", "accelerate")
         return document("lora_step", self, found, {**shares, **more}, targets, packages)
 
@@ -110,11 +124,13 @@ class Bench(Runner):
         driver = str(Path(__file__).parent / "lora_unsealed.py")
         return self.recipe(case, parameters, lambda file: self.torchrun(driver, file))
 
-    def _example(self) -> dict[str, Any]:
-        config = self._sized(SMALL)
-        folder, rows = self.model("gpt-oss-20b", config), self._rows(config)
-        steps = EXAMPLE_STEPS * self.steps
-        return self.beside("example_lora.py", str(folder), str(rows), steps)
+    def _example(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        config = self._sized(config)
+        folder, rows = self.model("example", config), self._rows(config)
+        # Its steps are of four rows a GPU: shorter than ours on few GPUs.
+        steps = -(-EXAMPLE_STEPS * self.steps // self.ranks)
+        words = ("example_lora.py", str(folder), str(rows), max(steps, self.steps))
+        return self.beside(*words, torchrun=self.ranks > 1)
 
     def _rows(self, config: Mapping[str, Any]) -> Path:
         if self.gpus:

@@ -47,7 +47,6 @@ SMALL = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_la
          "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
          "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 CASES = ("speed", "padded", "nodes", "resume")
-CPU_RANKS = 8
 SAVED, STEPS = 4, 8
 """Of the cases that compare losses: when they save, and when they end."""
 
@@ -64,9 +63,7 @@ def main() -> int:
 
 
 class Bench(Runner):
-    @property
-    def ranks(self) -> int:
-        return self.gpus or CPU_RANKS
+    cpu_ranks = 8
 
     def speed(self) -> dict[str, dict[str, Any]]:
         counts = [n for n in (1, 2, 4, 8) if n <= self.ranks]
@@ -150,7 +147,7 @@ class Bench(Runner):
         return found
 
     def _parameters(self, model: Mapping[str, Any], name: str) -> dict[str, Any]:
-        batch = BATCH_TOKENS if self.gpus else CPU_RANKS * PACK_TOKENS
+        batch = BATCH_TOKENS if self.gpus else self.cpu_ranks * PACK_TOKENS
         tokens = str(self.store(model["vocab_size"], batch))
         return {
             "model_name": str(self.model(f"{model['hidden_size']}", model)), "tokens_path": tokens,
