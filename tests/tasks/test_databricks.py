@@ -331,7 +331,7 @@ def test_two_hundred_faults_in_random_order_double_and_lose_nothing(
     server: DatabricksServer, run_dir: RunDir, said: Any
 ) -> None:
     dice = random.Random(7)
-    for _ in range(200):
+    for _ in range(260):
         pattern, kind = dice.choice(list(CALLS.values())), dice.choice(FAULTS)
         server.fault(pattern, kind, times=1, after=dice.randrange(20), seconds=0)
     server.plan(times=25, nodes_run=False)
@@ -345,7 +345,7 @@ def test_two_hundred_faults_in_random_order_double_and_lose_nothing(
     with ThreadPoolExecutor(12) as pool:
         assert [ending.well for ending in pool.map(one, range(25))] == [True] * 25
     # The others wait for calls that never came so often.
-    assert sum(fault.times < 1 for fault in server._wire.faults) > 100
+    assert sum(fault.times < 1 for fault in server._wire.faults) >= 200
     names = [run.payload["run_name"] for run in server.runs]
     assert sorted(names) == [f"tiny-{index:08x} attempt 1" for index in range(25)]
 
