@@ -256,7 +256,7 @@ def peak_gib() -> float:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
-    # Not by Python's own end: now and then a rank aborts in it, all its work done, and torchrun then
-    # calls the run a failed one. gloo's threads may still hold tensors (pytorch's PR 179291).
+    # Not by Python's own end: at times a rank aborts in it, all its work done, and torchrun calls
+    # the run failed. gloo's threads may still hold tensors then (pytorch's PR 179291).
     sys.stdout.flush()
     os._exit(0)
