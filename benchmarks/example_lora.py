@@ -158,10 +158,15 @@ def with_adapters(model: Any) -> Any:
 
 
 def filled(accelerator: Any, model: Any, *_: Any, **__: Any) -> None:
-    """In place of the weights that accelerate sends from rank 0: each rank draws its own shards."""
+    """In place of the weights that accelerate sends from rank 0: each rank draws its own shards.
+
+    Trainer has seeded all ranks alike: from that seed every shard would be the same, experts copies
+    of others, and the router could not tell these apart.
+    """
     model.to_empty(device=accelerator.device)
+    draw = torch.Generator(accelerator.device).manual_seed(RANK)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter.to_local(), std=0.02)
+        torch.nn.init.normal_(parameter.to_local(), std=0.02, generator=draw)
 
 
 def shards_on_cpus(init: Callable[..., None]) -> Callable[..., None]:
@@ -251,3 +256,7 @@ def peak_gib() -> float:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    # Not by Python's own end: at times a rank aborts in it, all its work done, and torchrun calls
+    # the run failed. gloo's threads may still hold tensors then (pytorch's PR 179291).
+    sys.stdout.flush()
+    os._exit(0)

@@ -102,14 +102,14 @@ class Bench(Runner):
     def document(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         more = ratio(found, "lora_over_example", "gpt-oss-20b", "example")
         for case in [case for case in found if case.startswith("gpt-oss-120b")]:
-            theirs = case.replace("gpt-oss-120b", "example-120b")
-            more |= ratio(found, f"lora_over_{theirs}", case, theirs)
+            layers = case.removeprefix("gpt-oss-120b")
+            more |= ratio(found, f"lora_over_example{layers}", case, f"example-120b{layers}")
         shares = {
             f"{case}_share_of_ceiling": values["model_flops"] / values["ceiling_flops"]
             for case, values in found.items()
             if values.get("ceiling_flops")
         }
-        aims = {1: "lora_over_example", 8: "lora_over_example-120b_36_layers"}
+        aims = {1: "lora_over_example", 8: "lora_over_example_36_layers"}
         targets = {aims[self.gpus]: 3.0} if self.gpus in aims else {}
         packages = ("trl", "peft", "accelerate")
         return document("lora_step", self, found, {**shares, **more}, targets, packages)
