@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,14 +54,18 @@ def dry_run(file: Path, overrides: Mapping[str, str], **options: Any) -> dict[st
         nodes=placement.nodes,
         procs_per_node=placement.procs_per_node,
         env_variables=workload.env_variables,
-        code=_code(workload, Path(found["paths"]["run"])),
+        code=None,
         has_parameters=bool(workload.parameters),
         mlflow={"MLFLOW_RUN_ID": "<run id>", "MLFLOW_TRACKING_URI": "<tracking URI>"},
         deadline_s=workload.timeout_minutes * 60 if workload.timeout_minutes else None,
     )
     target = target_named(options["target"])
     if is_platform(options["target"]):
-        return {**found, "requests": _requests(job, workload, target)}
+        # The size of the code decides where it goes.
+        with _unpacked(workload) as code:
+            requests = list(target.dry_requests(replace(job, code=code), workload))
+        return {**found, "requests": requests}
+    job = replace(job, code=_code(workload, job.run.root))
     nodes = [target.node_of(job, rank, 0, placement) for rank in range(job.nodes)]
     own = [sorted(set(node.env) - set(os.environ)) for node in nodes]
     return {
@@ -73,14 +78,15 @@ def dry_run(file: Path, overrides: Mapping[str, str], **options: Any) -> dict[st
     }
 
 
-def _requests(job: Any, workload: Workload, target: Any) -> list[dict[str, Any]]:
-    """What a platform would be sent; the size of the code decides where it goes."""
-    with tempfile.TemporaryDirectory(prefix="tunewright-dry-run-") as scratch:
-        if workload.code_source is not None:
-            packed = snapshot.snapshot(workload.code_source)
-            code = snapshot.unpack(packed, Path(scratch, job.code.parent.name))
-            job = replace(job, code=code)
-        return list(target.dry_requests(job, workload))
+@contextmanager
+def _unpacked(workload: Workload) -> Iterator[Path | None]:
+    """The code of a workload, `…/<hash>/<folder>`, for as long as it is looked at."""
+    if workload.code_source is None:
+        yield None
+        return
+    packed = snapshot.snapshot(workload.code_source)
+    with tempfile.TemporaryDirectory(prefix="tunewright-code-") as scratch:
+        yield snapshot.unpack(packed, Path(scratch, packed.sha256[:12]))
 
 
 def export_bundle(
@@ -90,11 +96,7 @@ def export_bundle(
     from tasks.targets.databricks import bundle
 
     workload = Workload.load(file, overrides)
-    if workload.code_source is None:
-        return bundle.write(workload, folder, None, force=force)
-    with tempfile.TemporaryDirectory(prefix="tunewright-bundle-") as scratch:
-        packed = snapshot.snapshot(workload.code_source)
-        code = snapshot.unpack(packed, Path(scratch))
+    with _unpacked(workload) as code:
         return bundle.write(workload, folder, code, force=force)
 
 
