@@ -184,11 +184,9 @@ def shards_on_cpus(init: Callable[..., None]) -> Callable[..., None]:
 
 def recomputes(model: Any) -> bool:
     """Whether every decoder layer does, in transformers' way or in FSDP's."""
-    names = [name for name, part in model.named_modules() if is_layer(part)]
-    layers = [model.get_submodule(name) for name in names]
-    inside = (name for name in names if "_checkpoint_wrapped_module" in name)
-    return bool(layers) and (
-        all(layer.gradient_checkpointing for layer in layers) or len(list(inside)) == len(names)
+    layers = [(name, part) for name, part in model.named_modules() if is_layer(part)]
+    return bool(layers) and all(
+        part.gradient_checkpointing or "_checkpoint_wrapped_module" in name for name, part in layers
     )
 
 

@@ -54,12 +54,12 @@ TINY = {**LARGE, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip
 TINY_PACK = 1024
-CASES = ("gpt-oss-20b", "example", "gpt-oss-120b", "example-120b")
+ON_ONE, GROWING = ("gpt-oss-20b", "example"), ("gpt-oss-120b", "example-120b")
 LAYERS = [4, 12, 36]
 
 
 def main() -> int:
-    parser = arguments(__doc__, CASES)
+    parser = arguments(__doc__, (*ON_ONE, *GROWING))
     parser.add_argument("--layers", type=int, nargs="+", help="of gpt-oss-120b; default: 4 12 36")
     parser.add_argument("--ranks", type=int, default=1, help="processes where there is no GPU")
     args = parser.parse_args()
@@ -68,11 +68,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tunewright-lora-step-") as scratch:
         bench = Bench(Path(scratch), args.gpus, steps=4 if args.quick else 10, more=more)
         bench.cpu_ranks = args.ranks
-        chosen = args.only or (CASES[:2] if bench.ranks == 1 else CASES[2:])
+        chosen = args.only or (ON_ONE if bench.ranks == 1 else GROWING)
         found: dict[str, dict[str, Any]] = {}
-        for case in (case for case in chosen if case in CASES[:2]):
-            found |= bench.single(case)
-        found |= bench.growing(layers, [case for case in chosen if case in CASES[2:]])
+        for case in ON_ONE:
+            found |= bench.single(case) if case in chosen else {}
+        found |= bench.growing(layers, [case for case in GROWING if case in chosen])
         return shown(bench.document(found), args.json)
 
 

@@ -17,6 +17,7 @@ import pytest
 from tasks.targets import local
 from tasks.targets.databricks import target as databricks
 from tasks.targets.databricks import watch as databricks_watch
+from tasks.targets.databricks.api import Workspace, connect
 from tasks.targets.job import Ending, Job
 from tasks.targets.local import Placement
 from tests.databricks_server import DatabricksServer
@@ -53,6 +54,12 @@ def server(
         for name, value in found.environment.items():
             monkeypatch.setenv(name, value)
         yield found
+
+
+@pytest.fixture
+def workspace(server: DatabricksServer) -> Workspace:
+    """The workspace as our code is connected to it."""
+    return connect()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tasks.targets.databricks import api as databricks_api
 from tasks.targets.databricks import check as databricks_check
 from tasks.targets.databricks import files as databricks_files
 from tasks.targets.databricks import inputs as databricks_inputs
-from tasks.targets.databricks import secret_values as databricks_secrets
+from tasks.targets.databricks import secret_values as databricks_secret_values
 from tasks.targets.databricks.api import Missing, Workspace, connect
 from tasks.targets.databricks.files import Transfer
 from tests.databricks_server import DatabricksServer
@@ -27,11 +27,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 TARGET = "/Volumes/main/default/runs/tokens/0123"
-
-
-@pytest.fixture
-def workspace(server: DatabricksServer) -> Workspace:
-    return connect()
 
 
 @pytest.fixture
@@ -265,11 +260,11 @@ def test_a_value_is_read_only_for_targets_that_need_it_here(
 ) -> None:
     server.state.secrets["scope"] = {"key": "välue"}
     with pytest.raises(UserError, match=r"does not give it .*only allowed from a notebook"):
-        databricks_secrets.value_of("scope/key")
+        databricks_secret_values.value_of("scope/key")
     server.state.secrets_readable = True
-    assert databricks_secrets.value_of("scope/key") == "välue"
+    assert databricks_secret_values.value_of("scope/key") == "välue"
     with pytest.raises(UserError, match=r"does not give it .*No secret with key none"):
-        databricks_secrets.value_of("scope/none")
+        databricks_secret_values.value_of("scope/none")
 
 
 def test_without_a_workspace_the_way_to_one_is_told(
@@ -281,7 +276,7 @@ def test_without_a_workspace_the_way_to_one_is_told(
     with pytest.raises(UserError, match="databricks auth login"):
         connect()
     with pytest.raises(UserError, match="no Databricks workspace is configured"):
-        databricks_secrets.value_of("scope/key")
+        databricks_secret_values.value_of("scope/key")
 
 
 def test_a_refused_login_is_a_sentence(

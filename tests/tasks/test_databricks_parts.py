@@ -29,11 +29,6 @@ COMPLETE = "POST */fs/files/*"
 
 
 @pytest.fixture
-def workspace(server: DatabricksServer) -> Workspace:
-    return connect()
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A sealed folder with one large file and a small one."""
     place = tmp_path / "model"

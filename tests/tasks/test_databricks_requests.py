@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.targets.databricks import archives as databricks_code
+from tasks.targets.databricks import archives as databricks_archives
 from tasks.targets.databricks import bundle as databricks_bundle
 from tasks.targets.databricks import request as databricks_request
 from tasks.targets.databricks import target as databricks
@@ -158,7 +158,7 @@ def test_the_command_arrives_as_it_was_written(command: str, home: Path, tmp_pat
 
 
 def test_the_wheel_is_named_by_its_content_and_can_be_imported(tmp_path: Path) -> None:
-    first, again = databricks_code.wheel(), databricks_code.wheel()
+    first, again = databricks_archives.wheel(), databricks_archives.wheel()
     assert (first.name, first.content) == (again.name, again.content)
     assert isinstance(first.content, bytes)
     with zipfile.ZipFile(BytesIO(first.content)) as archive:
@@ -178,7 +178,7 @@ def test_a_snapshot_has_one_folder_at_the_top_and_is_packed_once(
     (folder / "inner").mkdir(parents=True)
     (folder / "train.py").write_text("print()")
     (folder / "inner" / "link").symlink_to("../train.py")
-    packed = databricks_code.snapshot(folder)
+    packed = databricks_archives.snapshot(folder)
     assert packed.name == "project_0123456789ab.tar.gz"
     assert isinstance(packed.content, Path)
     with tarfile.open(packed.content) as tar:
@@ -189,7 +189,7 @@ def test_a_snapshot_has_one_folder_at_the_top_and_is_packed_once(
         assert {member.mtime for member in tar} == {0}
     first = packed.content.read_bytes()
     packed.content.unlink()
-    again = databricks_code.snapshot(folder)
+    again = databricks_archives.snapshot(folder)
     assert isinstance(again.content, Path)
     assert again.content.read_bytes() == first
 
@@ -199,7 +199,7 @@ def test_a_dry_run_shows_where_the_snapshot_goes(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packable: bool
 ) -> None:
     """By its size when it is packed, for which nothing is written."""
-    monkeypatch.setattr(databricks_code, "WORKSPACE_LIMIT", 100_000)
+    monkeypatch.setattr(databricks_archives, "WORKSPACE_LIMIT", 100_000)
     folder = tmp_path / "0123456789ab" / "project"
     folder.mkdir(parents=True)
     (folder / "data").write_bytes(bytes(200_000) if is_packable else os.urandom(200_000))
@@ -212,17 +212,17 @@ def test_a_dry_run_shows_where_the_snapshot_goes(
     (upload,) = [r for r in found if r.get("content") == f"<{name}>"]
     assert upload["path"].startswith("/api/2.0/workspace-files" if is_packable else "/api/2.0/fs/")
     assert not (home / "cache").exists()
-    built = databricks_code.snapshot(folder)
+    built = databricks_archives.snapshot(folder)
     where = databricks_request.places(job(workload, home), workload, "<you>", None, built)
     assert where.snapshot == sent
 
 
 def test_a_large_snapshot_goes_to_a_volume(home: Path) -> None:
     workload = Workload.load(EVERYTHING)
-    large = databricks_code.Archive("project_0123456789ab.tar.gz", None, 600 << 20)
+    large = databricks_archives.Archive("project_0123456789ab.tar.gz", None, 600 << 20)
     found = databricks_request.places(job(workload, home), workload, "ann", None, large)
     assert found.snapshot == f"{OUTPUT}/snapshots/project_0123456789ab.tar.gz"
-    small = databricks_code.Archive("project_0123456789ab.tar.gz", None, 1)
+    small = databricks_archives.Archive("project_0123456789ab.tar.gz", None, 1)
     found = databricks_request.places(job(workload, home), workload, "ann", None, small)
     assert str(found.snapshot).startswith("/Workspace/Users/ann/.tunewright/snapshots/")
 

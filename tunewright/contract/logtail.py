@@ -11,7 +11,7 @@ from pathlib import Path
 
 TAIL_LINES = 20
 _BYTES = 65536
-_TORCHRUN_SAYS = re.compile(r"[WE]\d{4} .* ?torch/distributed/elastic/")
+_TORCHRUN_SAYS = re.compile(r"[WE]\d{4} .*torch/distributed/elastic/")
 _TORCHRUN_REPORTS = re.compile(r"E\d{4} .*torch/distributed/elastic/.*failed \(exitcode: ")
 _RANK = re.compile(r"\[rank(\d+)\]: ?")
 _TRACEBACK = "Traceback (most recent call last):"

@@ -91,7 +91,7 @@ def _names_train(marker: str) -> bool:
 
 
 def _size_packed(folder: Path) -> int:
-    """Bytes of the archive; more than that where even the plain files are no more than fit."""
+    """Bytes of the archive; where even the plain files fit, of these, and nothing is packed."""
     plain = sum(path.lstat().st_size + 2 * tarfile.BLOCKSIZE for path in folder.rglob("*"))
     if plain <= WORKSPACE_LIMIT:
         return plain

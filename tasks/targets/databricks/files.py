@@ -123,7 +123,7 @@ def upload(workspace: Workspace, folder: Path, target: str, say: Say = lambda li
             raise Transfer(f"{target}/{name} has {arrived} bytes, sent were {entry['size']}")
         progress.add(entry["size"])
 
-    _side_by_side(send, [name for name in missing if name not in large])
+    _side_by_side(send, [name for name in missing if files[name]["size"] < LARGE])
     _side_by_side(send, large, _LARGE_AT_ONCE)
     put(workspace, seal, f"{target}/{MANIFEST}")
 
